@@ -1,0 +1,208 @@
+"""Messages and file descriptors over a connected Unix stream socket.
+
+The lifeline of a rank, the admin commands and the control-copier conversation all use it. A
+channel never blocks: `send` queues what the socket does not take, `receive` returns what is
+there. End of file is the notice that the other side is gone.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from tierd.wire import codec, limits
+from tierd.wire.errors import ProtocolError
+from tierd.wire.messages import Message
+
+T = TypeVar("T")
+_FD = array.array("i").itemsize
+_READ = 1 << 18
+
+
+class ChannelClosed(Exception):  # noqa: N818 - an event, not a fault
+    """The other side is gone."""
+
+
+class Channel(Generic[T]):
+    """One end of a conversation.
+
+    Args:
+        sock: A connected Unix stream socket; the channel owns it.
+        decoder: What the other side may say.
+        max_queued: Bytes that may wait for a slow reader before `send` gives the channel up.
+    """
+
+    def __init__(
+        self, sock: socket.socket, decoder: codec.Decoder[T], *, max_queued: int = 64 << 20
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder = decoder
+        self._frames = codec.Frames()
+        self._fds: deque[int] = deque()
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued = 0
+        self._max_queued = max_queued
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._out)
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message and write what the socket takes. The descriptors are duplicated, so
+        the caller keeps its own.
+
+        Raises: ChannelClosed: the other side is gone, or reads so slowly that the queue is full.
+        """
+        if self.closed:
+            raise ChannelClosed
+        data = codec.frame(codec.encode(message), len(fds))
+        if self._queued + len(data) > self._max_queued:
+            self.close()
+            raise ChannelClosed
+        self._out.append((memoryview(data), [os.dup(fd) for fd in fds]))
+        self._queued += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the socket takes now.
+
+        Raises: ChannelClosed: the other side is gone.
+        """
+        while self._out:
+            data, fds = self._out[0]
+            ancillary = (
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+                if fds
+                else []
+            )
+            try:
+                sent = self._sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                raise ChannelClosed from None
+            for fd in fds:
+                os.close(fd)
+            self._queued -= sent
+            if sent == len(data):
+                self._out.popleft()
+            else:
+                self._out[0] = (data[sent:], [])
+
+    def receive(self) -> list[tuple[T, list[int]]]:
+        """The messages that have arrived, each with its file descriptors (now the caller's).
+
+        Raises:
+            ChannelClosed: end of file, and nothing before it was left unread.
+            ProtocolError: a message that makes no sense. Messages before it in the same read are
+                lost, so the conversation must end.
+        """
+        if self.closed:
+            raise ChannelClosed
+        messages: list[tuple[T, list[int]]] = []
+        try:
+            while True:
+                data, ancillary, flags, _ = self._sock.recvmsg(
+                    _READ, socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
+                )
+                for level, kind, blob in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        got = array.array("i")
+                        got.frombytes(blob[: len(blob) - len(blob) % _FD])
+                        self._fds.extend(got)
+                if flags & socket.MSG_CTRUNC:
+                    raise ProtocolError("file descriptors were lost: too many in one message")
+                if not data:
+                    if messages:
+                        return messages
+                    self.close()
+                    raise ChannelClosed
+                for payload, count in self._frames.feed(data):
+                    if count > len(self._fds):
+                        raise ProtocolError(
+                            f"a message announces {count} descriptors; {len(self._fds)} came"
+                        )
+                    fds = [self._fds.popleft() for _ in range(count)]
+                    try:
+                        message = self._decoder.decode(payload)
+                    except ProtocolError:
+                        close_all(fds)
+                        raise
+                    messages.append((message, fds))
+        except BlockingIOError:
+            return messages
+        except ProtocolError:
+            for _, fds in messages:
+                close_all(fds)
+            raise
+        except ConnectionError:
+            if messages:
+                return messages
+            self.close()
+            raise ChannelClosed from None
+
+    def wait(self, timeout_s: float) -> list[tuple[T, list[int]]]:
+        """Block until at least one message is there; an empty list is a time-out.
+
+        Raises: ChannelClosed, ProtocolError: as `receive`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            messages = self.receive()
+            left = deadline - time.monotonic()
+            if messages or left <= 0:
+                return messages
+            self.flush()
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
+            poller.poll(left * 1000)
+
+    def drain(self, timeout_s: float) -> None:
+        """Block until everything queued is written, or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while self._out and not self.closed and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            poller.register(self._sock, select.POLLOUT)
+            poller.poll(left * 1000)
+            with contextlib.suppress(ChannelClosed):
+                self.flush()
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that is still under way. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._sock.close()
+        close_all(self._fds)
+        self._fds.clear()
+        for _, fds in self._out:
+            close_all(fds)
+        self._out.clear()
+        self._queued = 0
+
+    def peer(self) -> tuple[int, int, int]:
+        """Credentials of the process at the other end when it connected: (pid, uid, gid)."""
+        raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, gid = struct.unpack("3i", raw)
+        return pid, uid, gid
+
+
+def close_all(fds: Sequence[int] | deque[int]) -> None:
+    """Close descriptors, each at most once, whatever state they are in."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -1,0 +1,154 @@
+"""Bytes to messages and back, and the framing of stream sockets. No I/O.
+
+`decode` never returns a message that breaks its schema; `Frames` never buffers more than one
+oversized frame's header.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tierd.wire import limits, messages
+from tierd.wire.errors import ProtocolError
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+_HEADER = struct.Struct("<II")
+
+
+class Decoder(Generic[T]):
+    """Decodes one of a union of messages, or raises `ProtocolError` naming the field."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, data: bytes | bytearray | memoryview) -> T:
+        """Raises: ProtocolError: too long, not msgpack, unknown op, or a field out of schema."""
+        if len(data) > limits.MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"message of {len(data)} bytes is over the limit of {limits.MAX_MESSAGE_BYTES}; "
+                "send fewer pages at a time"
+            )
+        try:
+            message = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"not a valid message: {error}") from None
+        check_blobs(message)
+        return message
+
+
+def encode(message: messages.Message) -> bytes:
+    """Raises: ProtocolError: the encoded message is over `limits.MAX_MESSAGE_BYTES`."""
+    data = _encoder.encode(message)
+    if len(data) > limits.MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(data)} bytes is over the limit of "
+            f"{limits.MAX_MESSAGE_BYTES}; send fewer pages at a time"
+        )
+    return data
+
+
+def check_blobs(message: object) -> None:
+    """Check what types alone cannot say: that blobs are as long as the counts beside them.
+
+    Raises: ProtocolError: a blob or a reference that does not fit.
+    """
+    if isinstance(message, messages.Flush):
+        pages = 0
+        for item in message.items:
+            pages += sum(part.pages for part in item.parts)
+            if len(item.parent) not in (0, limits.KEY_BYTES):
+                raise ProtocolError(
+                    f"key of {len(item.parent)} bytes in `parent` of seq {item.seq}; "
+                    f"a key has {limits.KEY_BYTES}"
+                )
+            if item.shed and item.parts:
+                raise ProtocolError(f"seq {item.seq} is shed, yet has `parts`")
+        _check_keys(message.keys, pages)
+    elif isinstance(message, messages.Lookup):
+        _check_keys(message.keys, sum(part.pages for part in message.parts))
+    elif isinstance(message, messages.Restore):
+        _check_keys(message.keys, sum(p.pages for item in message.items for p in item.parts))
+    elif isinstance(message, messages.BackupJob | messages.RestoreJob):
+        for part in message.parts:
+            if len(part.ring) % 8 or not (
+                len(part.ring) == len(part.chunks) == 2 * len(part.slots)
+            ):
+                raise ProtocolError("a job's `ring`, `chunks` and `slots` differ in length")
+    elif isinstance(message, messages.Register):
+        for allocation in message.allocations:
+            if len(allocation.handle) not in (0, 64):
+                raise ProtocolError(
+                    f"`handle` of {len(allocation.handle)} bytes; a CUDA IPC handle has 64"
+                )
+        if message.rank >= message.world_size:
+            raise ProtocolError(f"`rank` {message.rank} in a world of {message.world_size}")
+        names = [pool.name for pool in message.pools]
+        if len(set(names)) != len(names):
+            raise ProtocolError(f"`pools` names one pool twice: {names}")
+
+
+def _check_keys(blob: bytes, pages: int) -> None:
+    if len(blob) != pages * limits.KEY_BYTES:
+        raise ProtocolError(
+            f"`keys` has {len(blob)} bytes; {pages} pages need {pages * limits.KEY_BYTES} "
+            f"({limits.KEY_BYTES} a key)"
+        )
+
+
+def split_keys(blob: bytes) -> list[bytes]:
+    """A blob of keys as a list of 32-byte keys."""
+    size = limits.KEY_BYTES
+    return [blob[i : i + size] for i in range(0, len(blob), size)]
+
+
+def frame(data: bytes, fds: int = 0) -> bytes:
+    """One frame of a stream socket: little-endian uint32 length and uint32 number of file
+    descriptors that were sent beside it, then the message."""
+    return _HEADER.pack(len(data), fds) + data
+
+
+class Frames:
+    """Cuts a byte stream into frames.
+
+    Raises: ProtocolError from `feed` when a frame announces more than the limit: the stream is
+        then out of step and the connection must be closed.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
+        """Yields each complete frame: its payload, and how many descriptors belong to it."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            length, fds = _HEADER.unpack_from(self._buffer)
+            if length > limits.MAX_MESSAGE_BYTES:
+                raise ProtocolError(
+                    f"frame of {length} bytes is over the limit of {limits.MAX_MESSAGE_BYTES}"
+                )
+            if fds > limits.MAX_FDS:
+                raise ProtocolError(f"frame with {fds} descriptors; the limit is {limits.MAX_FDS}")
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            yield payload, fds
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished frame."""
+        return len(self._buffer)
+
+
+FROM_LIFELINE: Decoder[messages.FromLifeline] = Decoder(messages.FromLifeline)
+TO_LIFELINE: Decoder[messages.ToLifeline] = Decoder(messages.ToLifeline)
+FROM_CLIENT: Decoder[messages.FromClient] = Decoder(messages.FromClient)
+TO_CLIENT: Decoder[messages.ToClient] = Decoder(messages.ToClient)
+TO_COPIER: Decoder[messages.ToCopier] = Decoder(messages.ToCopier)
+FROM_COPIER: Decoder[messages.FromCopier] = Decoder(messages.FromCopier)

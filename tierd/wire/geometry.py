@@ -1,0 +1,120 @@
+"""What a pool's geometry decides: how its slots lie in host memory, and who may share pages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+from tierd.wire import layout
+from tierd.wire.errors import ProtocolError
+from tierd.wire.messages import Allocation, PoolSpec
+
+CHUNK_BYTES = 64 << 20
+"""The unit in which pools claim host memory."""
+BLOCK_ROW_BYTES = 128 << 10
+"""A block's row is at least this wide, so that adjacent one-token pages copy at wire speed."""
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """How the slots of one shard of a pool lie in host chunks.
+
+    Slot s lies in chunk s // chunk_slots, at position s % chunk_slots; inside a chunk, blocks of
+    `block_slots` slots follow each other from `data_offset`, and inside a block the rows of one
+    buffer stand side by side:
+    address(buffer b, slot s) = block + block_slots * row_offsets[b] + (s % block_slots) * rows[b].
+    """
+
+    rows: tuple[int, ...]
+    row_offsets: tuple[int, ...]
+    slot_bytes: int
+    block_slots: int
+    chunk_slots: int
+    chunk_bytes: int
+    data_offset: int
+
+
+def host_layout(row_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> HostLayout:
+    """Choose block and chunk sizes for pages with these rows.
+
+    The narrowest row decides the block. A pool whose block does not fit in a chunk (a large
+    Mamba state) gets chunks of as many units as one block needs.
+    """
+    rows = tuple(row_bytes)
+    slot_bytes = sum(rows)
+    narrowest = min(rows)
+    block_slots = 1
+    while block_slots * narrowest < BLOCK_ROW_BYTES and block_slots < 64:
+        block_slots *= 2
+    while block_slots > 1 and block_slots * slot_bytes > chunk_bytes // 2:
+        block_slots //= 2
+    size = chunk_bytes
+    while layout.chunk_data_offset(block_slots) + block_slots * slot_bytes > size:
+        size += chunk_bytes
+    blocks = 1
+    while (
+        layout.chunk_data_offset((blocks + 1) * block_slots)
+        + (blocks + 1) * block_slots * slot_bytes
+        <= size
+    ):
+        blocks += 1
+    slots = blocks * block_slots
+    return HostLayout(
+        rows=rows,
+        row_offsets=(0, *accumulate(rows))[:-1],
+        slot_bytes=slot_bytes,
+        block_slots=block_slots,
+        chunk_slots=slots,
+        chunk_bytes=size,
+        data_offset=layout.chunk_data_offset(slots),
+    )
+
+
+def pool_layout(pool: PoolSpec) -> HostLayout:
+    return host_layout([buffer.row_bytes for buffer in pool.buffers])
+
+
+def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) -> None:
+    """Refuse geometry that could address a byte outside an allocation, or alias two pages.
+
+    Raises: ProtocolError: naming the pool, the buffer and the field.
+    """
+    for pool in pools:
+        for number, buffer in enumerate(pool.buffers):
+            where = f"pool {pool.name!r}, buffer {number}"
+            if buffer.allocation >= len(allocations):
+                raise ProtocolError(
+                    f"{where}: `allocation` {buffer.allocation}; there are {len(allocations)}"
+                )
+            if buffer.page_stride < buffer.row_bytes:
+                raise ProtocolError(
+                    f"{where}: `page_stride` {buffer.page_stride} is under its `row_bytes` "
+                    f"{buffer.row_bytes}: pages would overlap"
+                )
+            size = allocations[buffer.allocation].size
+            end = buffer.offset + (pool.num_pages - 1) * buffer.page_stride + buffer.row_bytes
+            if end > size:
+                raise ProtocolError(
+                    f"{where}: its last page ends at byte {end} of an allocation of {size}"
+                )
+
+
+def geometry_of(pools: Sequence[PoolSpec]) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
+    """What two ranks or engines must have in common to share pages: per pool, the tokens of a
+    page, and (row bytes, layer) of each buffer in order."""
+    return {
+        pool.name: (pool.page_tokens, tuple((b.row_bytes, b.layer) for b in pool.buffers))
+        for pool in pools
+    }
+
+
+def namespace_digest(
+    namespace: Mapping[str, str], world_size: int, pools: Sequence[PoolSpec], epoch: str
+) -> bytes:
+    """The 32-byte name of everything that makes two pages interchangeable."""
+    record = [sorted(namespace.items()), world_size, sorted(geometry_of(pools).items()), epoch]
+    return hashlib.sha256(msgspec.msgpack.encode(record)).digest()

@@ -1,0 +1,22 @@
+"""Bounds of the wire. What exceeds one is refused before it is decoded or allocated."""
+
+PROTOCOL_VERSION = 1
+"""Raised by any change that an older peer would misread."""
+
+KEY_BYTES = 32
+"""A page key: the engine's chained SHA-256 (SGLang 0.5.23, `get_storage_hash_str`)."""
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""One message on any transport. 16 MiB is the keys of 500k one-token pages."""
+
+MAX_FDS = 128
+"""File descriptors beside one lifeline message (Linux refuses more than 253)."""
+
+MAX_NAME = 256
+MAX_WORLD_SIZE = 64
+MAX_POOLS = 32
+MAX_BUFFERS = 4096
+MAX_ALLOCATIONS = 4096
+MAX_BYTES = 1 << 62
+MAX_PAGES_PER_MESSAGE = MAX_MESSAGE_BYTES // KEY_BYTES
+MAX_ITEMS_PER_FLUSH = 16384

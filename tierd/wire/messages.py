@@ -1,0 +1,409 @@
+"""Every message of tierd in one place, as msgspec structs.
+
+A struct's field types and `Meta` bounds are its schema: `tierd.wire.codec` refuses anything
+else, naming the field. Messages are tagged msgpack maps (`{"op": "flush", ...}`), so that a
+dump of the wire reads by itself; bulk data (keys, slots) travels as blobs.
+
+Three conversations use them:
+
+- client and control over the lifeline (`ClientHello` ... ), rare, with file descriptors beside;
+- client and control over ZeroMQ (`FromClient`, `ToClient`), the hot path;
+- control and a copier over a socket pair (`ToCopier`, `FromCopier`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from tierd.wire import limits
+
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Meta(ge=1, le=limits.MAX_BYTES)]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME)]
+OptionalName = Annotated[str, Meta(max_length=limits.MAX_NAME)]
+Text = Annotated[str, Meta(max_length=4096)]
+Key = Annotated[bytes, Meta(min_length=limits.KEY_BYTES, max_length=limits.KEY_BYTES)]
+OptionalKey = Annotated[bytes, Meta(max_length=limits.KEY_BYTES)]
+PageCount = Annotated[int, Meta(ge=0, le=limits.MAX_PAGES_PER_MESSAGE)]
+Rank = Annotated[int, Meta(ge=0, lt=limits.MAX_WORLD_SIZE)]
+PoolIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_POOLS)]
+
+
+class Message(Struct, tag_field="op", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all messages. Unknown fields are refused: a typo must not pass as a default."""
+
+
+# --- geometry ---------------------------------------------------------------------------------
+
+
+class Allocation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One piece of a rank's memory that holds KV buffers.
+
+    `handle` is the 64-byte `cudaIpcMemHandle_t` of the allocation's base. Empty: the memory is a
+    file descriptor (host backend), and the fds beside the message come in the allocations' order.
+    """
+
+    size: Size
+    handle: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class BufferSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One row-per-page buffer of a pool: the K or the V of one layer, a scale, a state.
+
+    Page p of the buffer is the `row_bytes` bytes at
+    `allocation + offset + p * page_stride`.
+    """
+
+    allocation: Annotated[int, Meta(ge=0, lt=limits.MAX_ALLOCATIONS)]
+    offset: Annotated[int, Meta(ge=0, le=limits.MAX_BYTES)]
+    page_stride: Size
+    row_bytes: Size
+    layer: Annotated[int, Meta(ge=0, lt=limits.MAX_BUFFERS)]
+
+
+class PoolSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One component of the KV cache, as a rank registers it.
+
+    `num_pages` bounds the page numbers that the rank may name. The order of `buffers` is the
+    order of the rows in host memory and part of what makes two pages interchangeable.
+    """
+
+    name: Name
+    num_pages: Annotated[int, Meta(ge=1, le=2**40)]
+    page_tokens: Annotated[int, Meta(ge=1, le=2**20)]
+    buffers: Annotated[list[BufferSpec], Meta(min_length=1, max_length=limits.MAX_BUFFERS)]
+
+
+# --- lifeline: client -> control --------------------------------------------------------------
+
+
+class Register(Message, tag="register"):
+    """A rank joins. Beside it: the segment's fd, the rank's own pidfd, then the fds of the
+    allocations without a handle."""
+
+    protocol: int
+    software: OptionalName
+    instance: Name
+    rank: Rank
+    world_size: Annotated[int, Meta(ge=1, le=limits.MAX_WORLD_SIZE)]
+    namespace: Annotated[dict[Name, Text], Meta(max_length=64)]
+    epoch: OptionalName
+    device: Name
+    pid: U32
+    next_seq: U63
+    allocations: Annotated[
+        list[Allocation], Meta(min_length=1, max_length=limits.MAX_ALLOCATIONS)
+    ]
+    pools: Annotated[list[PoolSpec], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+
+
+class StatusRequest(Message, tag="status"):
+    protocol: int
+
+
+class ClearRequest(Message, tag="clear"):
+    """Drop every page that no engine is loading right now."""
+
+    protocol: int
+
+
+class PauseRequest(Message, tag="pause"):
+    """The kill switch: while paused, lookups miss and backups are shed; the engine serves on."""
+
+    protocol: int
+    paused: bool
+
+
+FromLifeline = Register | StatusRequest | ClearRequest | PauseRequest
+
+
+# --- lifeline: control -> client --------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome"):
+    """The rank is in. Beside it: control's pidfd and its copier's.
+
+    `routing_id` is the ZeroMQ identity that the rank must use: the proof that a hot-path message
+    comes from the process at the other end of this lifeline.
+    """
+
+    protocol: int
+    software: OptionalName
+    routing_id: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    lease_s: float
+
+
+class CopierReplaced(Message, tag="copier_replaced"):
+    """The rank's copier died and a new one has mapped its pools. Beside it: the new pidfd."""
+
+
+class Refused(Message, tag="refused"):
+    """A request that cannot be served. `reason` says why and what to do."""
+
+    reason: Text
+    protocol: int
+
+
+class Status(Message, tag="status_reply"):
+    """A snapshot for people and machines; its shape is documented in `tierd.control.status`."""
+
+    data: dict[str, Any]
+
+
+class Done(Message, tag="done"):
+    """An admin request was carried out."""
+
+    detail: dict[str, int]
+
+
+ToLifeline = Welcome | CopierReplaced | Refused | Status | Done
+
+
+# --- hot path: client -> control (ZeroMQ) -----------------------------------------------------
+
+
+class Part(Struct, array_like=True, frozen=True):
+    """The pages of one pool in a backup, a lookup or a restore.
+
+    Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
+    first page number in the segment's index ring (unused in a lookup).
+    """
+
+    pool: PoolIndex
+    pages: PageCount
+    ring: U63 = 0
+
+
+class BackupItem(Struct, array_like=True, frozen=True):
+    """One `backup()`: a node's pages in all its pools, to be kept all or not at all.
+
+    `shed`: this rank could not queue it (a tombstone); it carries no parts. `parent` is the key
+    of the page before the first one: empty if there is none, and `parent_known` false if the
+    client cannot tell.
+    """
+
+    seq: U63
+    shed: bool
+    parts: Annotated[list[Part], Meta(max_length=limits.MAX_POOLS)]
+    parent: OptionalKey = b""
+    parent_known: bool = False
+
+
+class Flush(Message, tag="flush"):
+    """A step's backups. Page numbers are valid in the ring once both ready words of `ticket` say
+    so; `ring_end` is the absolute ring position after the last of them; `fence` is the value of
+    the fence word that the copier must still find after its copies."""
+
+    epoch: OptionalName
+    ticket: U32
+    fence: U32
+    ring_end: U63
+    items: Annotated[list[BackupItem], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
+    keys: bytes
+
+
+class Lookup(Message, tag="lookup"):
+    """Which page counts of these chains can be restored? A hit leases its pages for the group."""
+
+    request: U63
+    epoch: OptionalName
+    rid: Name
+    parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+    keys: bytes
+
+
+class RestoreItem(Struct, array_like=True, frozen=True):
+    """One request's pages in all its pools, restored all or not at all."""
+
+    rid: Name
+    parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+
+
+class Restore(Message, tag="restore"):
+    """A step's loads, one verdict for all. `entry` names the group of layer words and the verdict
+    word in the segment, `generation` the value that they will get."""
+
+    epoch: OptionalName
+    number: U63
+    entry: U32
+    generation: U32
+    ticket: U32
+    fence: U32
+    ring_end: U63
+    items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=4096)]
+    keys: bytes
+
+
+class Cancel(Message, tag="cancel"):
+    """The request will not load: its lease ends."""
+
+    rid: Name
+
+
+class Reset(Message, tag="reset"):
+    """The rank moves to another epoch; what it offered before is not wanted any more."""
+
+    epoch: OptionalName
+    next_seq: U63
+
+
+FromClient = Flush | Lookup | Restore | Cancel | Reset
+
+
+# --- hot path: control -> client (ZeroMQ) -----------------------------------------------------
+
+
+class Acks(Message, tag="acks"):
+    """Results of consecutive backups: byte i is 1 if `first_seq + i` is kept, else 0."""
+
+    first_seq: U63
+    results: Annotated[bytes, Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_FLUSH)]
+
+
+class LookupReply(Message, tag="lookup_reply"):
+    """`lengths`: restorable page counts, ascending; empty is a miss. The lease lasts `lease_s`."""
+
+    request: U63
+    lengths: list[PageCount]
+    lease_s: float
+
+
+class Error(Message, tag="error"):
+    """The answer to a message that makes no sense. The session goes on."""
+
+    reason: Text
+
+
+ToClient = Acks | LookupReply | Error
+
+
+# --- control -> copier ------------------------------------------------------------------------
+
+
+class AddChunk(Message, tag="add_chunk"):
+    """A host chunk to map and pin. Beside it: its fd."""
+
+    chunk: U63
+    size: Size
+
+
+class DropChunk(Message, tag="drop_chunk"):
+    chunk: U63
+
+
+class Attach(Message, tag="attach"):
+    """A rank's pools to map. Beside it: the segment's fd, then the allocations' fds."""
+
+    session: U63
+    allocations: list[Allocation]
+    pools: list[PoolSpec]
+    host_pools: list[HostPool]
+
+
+class HostPool(Struct, frozen=True, kw_only=True):
+    """How a pool's slots lie in host memory (see `tierd.wire.geometry.HostLayout`)."""
+
+    block_slots: Size
+    chunk_slots: Size
+    data_offset: U63
+
+
+class Detach(Message, tag="detach"):
+    """The rank is gone: finish or drop its copies, close its mappings, say so."""
+
+    session: U63
+
+
+class CopyPart(Struct, array_like=True, frozen=True):
+    """Pages of one pool in a job.
+
+    `ring`: uint64 blob, the ring position of each page's number. `chunks`: uint64 blob, the chunk
+    of each page. `slots`: uint32 blob, its slot within that chunk.
+    """
+
+    pool: PoolIndex
+    ring: bytes
+    chunks: bytes
+    slots: bytes
+
+
+class BackupJob(Message, tag="backup_job"):
+    """Copy device pages to slots. `consumed`: once its indices are read, the ring is free up to
+    there. Ready when both words of every one of `tickets` are set."""
+
+    job: U63
+    session: U63
+    tickets: list[U32]
+    fence: U32
+    consumed: U63
+    parts: list[CopyPart]
+
+
+class RestoreJob(Message, tag="restore_job"):
+    """Copy slots to device pages, layer group by layer group, setting layer words on the way and
+    the verdict word at the end."""
+
+    job: U63
+    session: U63
+    ticket: U32
+    fence: U32
+    consumed: U63
+    entry: U32
+    generation: U32
+    parts: list[CopyPart]
+
+
+class Shutdown(Message, tag="shutdown"):
+    """Finish what is on the wire, close every mapping, exit."""
+
+
+ToCopier = AddChunk | DropChunk | Attach | Detach | BackupJob | RestoreJob | Shutdown
+
+
+# --- copier -> control ------------------------------------------------------------------------
+
+
+class CopierReady(Message, tag="copier_ready"):
+    device: Name
+    detail: dict[str, Any]
+
+
+class ChunkReady(Message, tag="chunk_ready"):
+    """`error` empty: the chunk is mapped and pinned."""
+
+    chunk: U63
+    error: Text = ""
+
+
+class ChunkDropped(Message, tag="chunk_dropped"):
+    chunk: U63
+
+
+class Attached(Message, tag="attached"):
+    """`error` empty: mapped. `paths`: per pool, the copy path that its geometry got."""
+
+    session: U63
+    paths: list[Text]
+    error: Text = ""
+
+
+class Detached(Message, tag="detached"):
+    session: U63
+
+
+class JobDone(Message, tag="job_done"):
+    """The copies of a job have retired: nothing of it is on the wire. `ok` false: `error` says why
+    (a fence that moved, a page out of range, indices that never came)."""
+
+    job: U63
+    ok: bool
+    error: Text = ""
+    pages: U63 = 0
+    copied_bytes: U63 = 0
+    seconds: float = 0.0
+
+
+FromCopier = CopierReady | ChunkReady | ChunkDropped | Attached | Detached | JobDone
