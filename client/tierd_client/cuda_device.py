@@ -1,0 +1,201 @@
+"""A rank whose KV lies on a GPU: export through CUDA IPC, and words ordered by its streams.
+
+Uses the driver API on the streams and the primary context of the engine's own torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tierd_client.device import Exports, Ring, page_numbers, ring_pieces, store_page_numbers
+
+from tierd.wire.errors import RefusedError, TierdError
+from tierd.wire.layout import Segment
+from tierd.wire.messages import Allocation
+
+try:
+    from cuda.bindings import driver
+except ImportError as error:
+    raise RefusedError(
+        "tierd needs the package cuda-bindings to export a GPU's KV cache; "
+        "install it in the engine's environment: pip install 'tierd[cuda]'"
+    ) from error
+
+_NOT_EXPORTABLE = (
+    "the KV buffer at {address:#x} cannot be exported through CUDA IPC: its memory was not made by "
+    "cudaMalloc. Start the engine without what replaces it: unset "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (set expandable_segments:False), leave out "
+    "--enable-memory-saver, unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING and "
+    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+)
+
+
+class CudaError(TierdError):
+    """A CUDA driver call failed. The text has its name and the driver's own words."""
+
+
+class CudaDevice:
+    """Implements `tierd_client.device.Device` on one GPU.
+
+    The calling thread's current CUDA device must be this one in the hot path, as it is on an
+    engine's scheduler thread.
+
+    Args:
+        index: torch's index of the GPU.
+        forward_stream: The stream whose kernels write the KV; None if it is the current one.
+
+    Raises: CudaError.
+    """
+
+    def __init__(self, index: int, forward_stream: torch.cuda.Stream | None = None) -> None:
+        self._index = index
+        self._forward_stream = forward_stream
+        torch.cuda.init()
+        self._device = _call(driver.cuDeviceGet, index)
+        # Torch holds the primary context for the life of the process; this reference only names it.
+        self._context = _call(driver.cuDevicePrimaryCtxRetain, self._device)
+        self._name = (
+            f"GPU-{uuid.UUID(bytes=bytes(_call(driver.cuDeviceGetUuid, self._device).bytes))}"
+        )
+        self._segment: Segment | None = None
+        self._memory: mmap.mmap | None = None
+        self._host = 0
+        """Where the segment lies in this process."""
+        self._words = 0
+        """Where the segment lies for the GPU's streams."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def export(self, tensors: Sequence[torch.Tensor]) -> Exports:
+        exports = Exports([], [], [])
+        index_of: dict[int, int] = {}
+        capable = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        with self._current():
+            for tensor in tensors:
+                address = tensor.data_ptr()
+                if not address:
+                    raise RefusedError("a KV buffer without memory behind it; leave it out")
+                if not int(_call(driver.cuPointerGetAttribute, capable, address)):
+                    raise RefusedError(_NOT_EXPORTABLE.format(address=address))
+                # The allocator carves tensors out of larger allocations, and a handle opens at
+                # the base of the whole.
+                base, size = _call(driver.cuMemGetAddressRange, address)
+                base = int(base)
+                if base not in index_of:
+                    handle = bytes(_call(driver.cuIpcGetMemHandle, base).reserved)
+                    index_of[base] = len(exports.allocations)
+                    exports.allocations.append(Allocation(size=int(size), handle=handle))
+                exports.places.append((index_of[base], address - base))
+        return exports
+
+    def adopt_segment(self, memory: mmap.mmap, segment: Segment) -> None:
+        if self._segment is not None:
+            raise RuntimeError("a segment is adopted already: call release_segment first")
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        with self._current():
+            try:
+                _call(driver.cuMemHostRegister, address, len(memory), flags)
+            except CudaError as error:
+                raise RefusedError(
+                    f"cannot pin the {len(memory)} bytes that the engine shares with tierd "
+                    f"({error}); raise the limit on locked memory (ulimit -l unlimited)"
+                ) from error
+            self._words = int(_call(driver.cuMemHostGetDevicePointer, address, 0))
+        self._segment, self._memory, self._host = segment, memory, address
+
+    def write_page_numbers(
+        self,
+        ring: Ring,
+        position: int,
+        slots: Sequence[torch.Tensor],
+        page_tokens: Sequence[int],
+    ) -> int:
+        segment = self._adopted()
+        numbers = page_numbers(slots, page_tokens)
+        target = segment.backup_ring if ring == "backup" else segment.restore_ring
+        if not numbers.is_cuda:
+            # In place before the call that marks them ready can be made.
+            store_page_numbers(target, position, numbers)
+            return len(numbers)
+        stream = self._stream()
+        # `numbers` was allocated on the current stream, which copies it: when the caching
+        # allocator gives its memory to somebody else on this stream, the copy has run.
+        source = numbers.data_ptr()
+        start = self._host + segment.offsets["backup_ring" if ring == "backup" else "restore_ring"]
+        # The driver's call, not Tensor.copy_: torch knows only its own pinned memory as pinned,
+        # and would wait for the copy.
+        for at, first, count in ring_pieces(position, len(numbers), len(target)):
+            _call(driver.cuMemcpyDtoHAsync, start + at * 8, source + first * 8, count * 8, stream)
+        return len(numbers)
+
+    def mark_ready(self, ticket: int) -> None:
+        segment = self._adopted()
+        current = self._stream()
+        forward = current if self._forward_stream is None else self._forward_stream.cuda_stream
+        # Two words, because two streams that write one would release it at the first.
+        for word, stream in enumerate((current, forward)):
+            address = self._words + segment.ready_offset(ticket, word)
+            _call(driver.cuStreamWriteValue32, stream, address, ticket, 0)
+
+    def wait_layer(
+        self, entry: int, layer: int, generation: int, give_up: Callable[[], bool]
+    ) -> None:
+        address = self._words + self._adopted().layer_offset(entry, layer)
+        geq = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        _call(driver.cuStreamWaitValue32, self._stream(), address, generation, geq)
+
+    def release_segment(self) -> None:
+        if self._segment is None:
+            return
+        host, self._host, self._words = self._host, 0, 0
+        self._segment = None
+        with self._current():
+            _call(driver.cuMemHostUnregister, host)
+        self._memory = None  # not before: the registration holds its pages
+
+    def _adopted(self) -> Segment:
+        if self._segment is None:
+            raise RuntimeError("no segment: call adopt_segment first")
+        return self._segment
+
+    def _stream(self) -> int:
+        """The current stream's handle."""
+        if torch.cuda.current_device() != self._index:
+            # The default stream's handle is 0 on every GPU: a word would be ordered by another's.
+            raise RuntimeError(
+                f"the current CUDA device is {torch.cuda.current_device()}; this rank's KV lies on "
+                f"{self._index}: call torch.cuda.set_device({self._index}) on this thread"
+            )
+        return int(torch.cuda.current_stream(self._index).cuda_stream)
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the GPU's primary context current, also on a thread that never used CUDA."""
+        _call(driver.cuCtxPushCurrent, self._context)
+        try:
+            yield
+        finally:
+            _call(driver.cuCtxPopCurrent)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the driver; return its one result, or a tuple of several.
+
+    Raises: CudaError.
+    """
+    status, *results = function(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(status)
+        _, text = driver.cuGetErrorString(status)
+        words = f"{(name or b'?').decode()}: {(text or b'').decode()}"
+        raise CudaError(f"{getattr(function, '__name__', function)} failed, {words}")
+    return results[0] if len(results) == 1 else tuple(results)
