@@ -80,7 +80,7 @@ class PoolSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 # --- lifeline: client -> control --------------------------------------------------------------
 
 
-class Register(Message, tag="register"):
+class Register(Message, frozen=True, tag="register"):
     """A rank joins. Beside it: the segment's fd, the rank's own pidfd, then the fds of the
     allocations without a handle."""
 
@@ -100,17 +100,17 @@ class Register(Message, tag="register"):
     pools: Annotated[list[PoolSpec], Meta(min_length=1, max_length=limits.MAX_POOLS)]
 
 
-class StatusRequest(Message, tag="status"):
+class StatusRequest(Message, frozen=True, tag="status"):
     protocol: int
 
 
-class ClearRequest(Message, tag="clear"):
+class ClearRequest(Message, frozen=True, tag="clear"):
     """Drop every page that no engine is loading right now."""
 
     protocol: int
 
 
-class PauseRequest(Message, tag="pause"):
+class PauseRequest(Message, frozen=True, tag="pause"):
     """The kill switch: while paused, lookups miss and backups are shed; the engine serves on."""
 
     protocol: int
@@ -123,7 +123,7 @@ FromLifeline = Register | StatusRequest | ClearRequest | PauseRequest
 # --- lifeline: control -> client --------------------------------------------------------------
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """The rank is in. Beside it: control's pidfd and its copier's.
 
     `routing_id` is the ZeroMQ identity that the rank must use: the proof that a hot-path message
@@ -136,24 +136,24 @@ class Welcome(Message, tag="welcome"):
     lease_s: float
 
 
-class CopierReplaced(Message, tag="copier_replaced"):
+class CopierReplaced(Message, frozen=True, tag="copier_replaced"):
     """The rank's copier died and a new one has mapped its pools. Beside it: the new pidfd."""
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """A request that cannot be served. `reason` says why and what to do."""
 
     reason: Text
     protocol: int
 
 
-class Status(Message, tag="status_reply"):
+class Status(Message, frozen=True, tag="status_reply"):
     """A snapshot for people and machines; its shape is documented in `tierd.control.status`."""
 
     data: dict[str, Any]
 
 
-class Done(Message, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     """An admin request was carried out."""
 
     detail: dict[str, int]
@@ -192,7 +192,7 @@ class BackupItem(Struct, array_like=True, frozen=True):
     parent_known: bool = False
 
 
-class Flush(Message, tag="flush"):
+class Flush(Message, frozen=True, tag="flush"):
     """A step's backups. Page numbers are valid in the ring once both ready words of `ticket` say
     so; `ring_end` is the absolute ring position after the last of them; `fence` is the value of
     the fence word that the copier must still find after its copies."""
@@ -205,7 +205,7 @@ class Flush(Message, tag="flush"):
     keys: bytes
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(Message, frozen=True, tag="lookup"):
     """Which page counts of these chains can be restored? A hit leases its pages for the group."""
 
     request: U63
@@ -222,7 +222,7 @@ class RestoreItem(Struct, array_like=True, frozen=True):
     parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
 
 
-class Restore(Message, tag="restore"):
+class Restore(Message, frozen=True, tag="restore"):
     """A step's loads, one verdict for all. `entry` names the group of layer words and the verdict
     word in the segment, `generation` the value that they will get."""
 
@@ -237,13 +237,13 @@ class Restore(Message, tag="restore"):
     keys: bytes
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """The request will not load: its lease ends."""
 
     rid: Name
 
 
-class Reset(Message, tag="reset"):
+class Reset(Message, frozen=True, tag="reset"):
     """The rank moves to another epoch; what it offered before is not wanted any more."""
 
     epoch: OptionalName
@@ -256,14 +256,14 @@ FromClient = Flush | Lookup | Restore | Cancel | Reset
 # --- hot path: control -> client (ZeroMQ) -----------------------------------------------------
 
 
-class Acks(Message, tag="acks"):
+class Acks(Message, frozen=True, tag="acks"):
     """Results of consecutive backups: byte i is 1 if `first_seq + i` is kept, else 0."""
 
     first_seq: U63
     results: Annotated[bytes, Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_FLUSH)]
 
 
-class LookupReply(Message, tag="lookup_reply"):
+class LookupReply(Message, frozen=True, tag="lookup_reply"):
     """`lengths`: restorable page counts, ascending; empty is a miss. The lease lasts `lease_s`."""
 
     request: U63
@@ -271,7 +271,7 @@ class LookupReply(Message, tag="lookup_reply"):
     lease_s: float
 
 
-class Error(Message, tag="error"):
+class Error(Message, frozen=True, tag="error"):
     """The answer to a message that makes no sense. The session goes on."""
 
     reason: Text
@@ -283,18 +283,18 @@ ToClient = Acks | LookupReply | Error
 # --- control -> copier ------------------------------------------------------------------------
 
 
-class AddChunk(Message, tag="add_chunk"):
+class AddChunk(Message, frozen=True, tag="add_chunk"):
     """A host chunk to map and pin. Beside it: its fd."""
 
     chunk: U63
     size: Size
 
 
-class DropChunk(Message, tag="drop_chunk"):
+class DropChunk(Message, frozen=True, tag="drop_chunk"):
     chunk: U63
 
 
-class Attach(Message, tag="attach"):
+class Attach(Message, frozen=True, tag="attach"):
     """A rank's pools to map. Beside it: the segment's fd, then the allocations' fds."""
 
     session: U63
@@ -311,7 +311,7 @@ class HostPool(Struct, frozen=True, kw_only=True):
     data_offset: U63
 
 
-class Detach(Message, tag="detach"):
+class Detach(Message, frozen=True, tag="detach"):
     """The rank is gone: finish or drop its copies, close its mappings, say so."""
 
     session: U63
@@ -330,7 +330,7 @@ class CopyPart(Struct, array_like=True, frozen=True):
     slots: bytes
 
 
-class BackupJob(Message, tag="backup_job"):
+class BackupJob(Message, frozen=True, tag="backup_job"):
     """Copy device pages to slots. `consumed`: once its indices are read, the ring is free up to
     there. Ready when both words of every one of `tickets` are set."""
 
@@ -342,7 +342,7 @@ class BackupJob(Message, tag="backup_job"):
     parts: list[CopyPart]
 
 
-class RestoreJob(Message, tag="restore_job"):
+class RestoreJob(Message, frozen=True, tag="restore_job"):
     """Copy slots to device pages, layer group by layer group, setting layer words on the way and
     the verdict word at the end."""
 
@@ -356,7 +356,7 @@ class RestoreJob(Message, tag="restore_job"):
     parts: list[CopyPart]
 
 
-class Shutdown(Message, tag="shutdown"):
+class Shutdown(Message, frozen=True, tag="shutdown"):
     """Finish what is on the wire, close every mapping, exit."""
 
 
@@ -366,23 +366,23 @@ ToCopier = AddChunk | DropChunk | Attach | Detach | BackupJob | RestoreJob | Shu
 # --- copier -> control ------------------------------------------------------------------------
 
 
-class CopierReady(Message, tag="copier_ready"):
+class CopierReady(Message, frozen=True, tag="copier_ready"):
     device: Name
     detail: dict[str, Any]
 
 
-class ChunkReady(Message, tag="chunk_ready"):
+class ChunkReady(Message, frozen=True, tag="chunk_ready"):
     """`error` empty: the chunk is mapped and pinned."""
 
     chunk: U63
     error: Text = ""
 
 
-class ChunkDropped(Message, tag="chunk_dropped"):
+class ChunkDropped(Message, frozen=True, tag="chunk_dropped"):
     chunk: U63
 
 
-class Attached(Message, tag="attached"):
+class Attached(Message, frozen=True, tag="attached"):
     """`error` empty: mapped. `paths`: per pool, the copy path that its geometry got."""
 
     session: U63
@@ -390,11 +390,11 @@ class Attached(Message, tag="attached"):
     error: Text = ""
 
 
-class Detached(Message, tag="detached"):
+class Detached(Message, frozen=True, tag="detached"):
     session: U63
 
 
-class JobDone(Message, tag="job_done"):
+class JobDone(Message, frozen=True, tag="job_done"):
     """The copies of a job have retired: nothing of it is on the wire. `ok` false: `error` says why
     (a fence that moved, a page out of range, indices that never came)."""
 
