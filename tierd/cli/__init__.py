@@ -1,0 +1,1 @@
+"""The `tierd` command, one module a subcommand."""

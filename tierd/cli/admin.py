@@ -1,0 +1,45 @@
+"""`tierd clear`, `tierd pause` and `tierd resume`: orders to a running daemon."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from tierd.cli.daemon import ask
+from tierd.cli.options import JsonOption, SocketOption, socket_or_default
+from tierd.wire.limits import PROTOCOL_VERSION
+from tierd.wire.messages import ClearRequest, Done, FromLifeline, PauseRequest
+
+PAUSE_EPILOG = """
+Examples:
+
+- `tierd pause`: no engine needs a restart, each goes on without a host tier
+- `tierd status`: says PAUSED
+- `tierd resume`: the cached pages are still there
+"""
+
+
+def clear(socket: SocketOption = None, as_json: JsonOption = False) -> None:
+    """Drop every cached page that no engine is loading right now. Engines serve on and miss."""
+    _order(ClearRequest(protocol=PROTOCOL_VERSION), socket, as_json, "cleared")
+
+
+def pause(socket: SocketOption = None, as_json: JsonOption = False) -> None:
+    """The kill switch: lookups miss and backups are shed until `tierd resume`. Engines serve on
+    as if there were no host tier; cached pages stay."""
+    _order(PauseRequest(protocol=PROTOCOL_VERSION, paused=True), socket, as_json, "paused")
+
+
+def resume(socket: SocketOption = None, as_json: JsonOption = False) -> None:
+    """Take lookups and backups again, after `tierd pause`."""
+    _order(PauseRequest(protocol=PROTOCOL_VERSION, paused=False), socket, as_json, "resumed")
+
+
+def _order(request: FromLifeline, socket: SocketOption, as_json: bool, done: str) -> None:
+    detail = ask(socket_or_default(socket), request, Done).detail
+    if as_json:
+        typer.echo(json.dumps(detail))
+    else:
+        counts = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in detail.items())
+        typer.echo(done + (f": {counts}" if counts else ""))

@@ -1,0 +1,69 @@
+"""One question to a running daemon over its lifeline socket, and its answer."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TypeVar
+
+from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.wire import codec, messages
+from tierd.wire.errors import DaemonUnavailableError, ProtocolError, RefusedError
+from tierd.wire.messages import ToLifeline
+
+REPLY_TIMEOUT_S = 10.0
+
+Reply = TypeVar("Reply", messages.Status, messages.Done)
+
+
+def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Reply:
+    """Send a request and wait for its reply.
+
+    Raises:
+        DaemonUnavailableError: nobody answers on the socket.
+        RefusedError: the daemon refuses; its reason says what to do.
+        ProtocolError: the answer makes no sense.
+    """
+    channel = _connect(path)
+    try:
+        channel.send(request)
+        received = channel.wait(REPLY_TIMEOUT_S)
+    except ChannelClosed:
+        raise DaemonUnavailableError(
+            f"the daemon on {path} closed the connection without an answer; see its log"
+        ) from None
+    finally:
+        channel.close()
+    if not received:
+        raise DaemonUnavailableError(
+            f"the daemon on {path} has not answered within {REPLY_TIMEOUT_S:.0f} s; see its log"
+        )
+    reply, fds = received[0]
+    close_all(fds)
+    if isinstance(reply, messages.Refused):
+        raise RefusedError(reply.reason)
+    if not isinstance(reply, expected):
+        raise ProtocolError(f"the daemon on {path} answers with {type(reply).__name__}")
+    return reply
+
+
+def _connect(path: Path) -> Channel[ToLifeline]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(REPLY_TIMEOUT_S)
+    try:
+        sock.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        raise DaemonUnavailableError(
+            f"no daemon answers on {path}; start one with `tierd serve --socket {path}`, "
+            "or name its socket with --socket"
+        ) from None
+    except PermissionError:
+        sock.close()
+        raise DaemonUnavailableError(
+            f"this user may not use {path}; run as the user that runs the daemon"
+        ) from None
+    except OSError as error:
+        sock.close()
+        raise DaemonUnavailableError(f"cannot connect to {path}: {error}") from None
+    return Channel(sock, codec.TO_LIFELINE)

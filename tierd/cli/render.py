@@ -1,0 +1,140 @@
+"""The status of a daemon as tables for a terminal. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tierd.memory.limits import format_size
+
+
+def render_status(data: Mapping[str, Any]) -> RenderableType:
+    """Tables for `tierd status`.
+
+    Args:
+        data: A daemon's status, as `tierd.control.status` documents it.
+    """
+    return Group(
+        _headline(data),
+        _pools(data["pools"]),
+        _sessions(data["sessions"]),
+        _copiers(data["copiers"]),
+    )
+
+
+def hit_rate(hits: int, misses: int) -> str:
+    return f"{hits / (hits + misses):.1%}" if hits + misses else "-"
+
+
+def rate_gbps(nbytes: int, seconds: float) -> str:
+    """GB = 1e9 bytes, as link rates are given."""
+    return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds else "-"
+
+
+def _headline(data: Mapping[str, Any]) -> RenderableType:
+    memory, queue = data["memory"], data["queue"]
+    text = Text()
+    text.append(f"tierd {data['version']}", style="bold")
+    text.append(f" on {data['socket']}, pid {data['pid']}, up {duration(data['uptime_s'])}")
+    if data["paused"]:
+        text.append("  PAUSED: lookups miss, backups are shed (`tierd resume`)", style="bold red")
+    text.append(
+        f"\nmemory  {format_size(memory['claimed_bytes'])} of "
+        f"{format_size(memory['total_bytes'])} claimed by pools"
+    )
+    text.append(
+        f"\nqueue   {queue['backups']} backups ({queue['backup_pages']} pages), "
+        f"{queue['restores']} restores, oldest {queue['oldest_s']:.1f} s"
+    )
+    return text
+
+
+def _pools(pools: list[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "Pools",
+        ["pool", "namespace", "shards", "page"],
+        ["slots used", "of", "bytes", "pages", "leased", "evicted", "hits", "misses", "hit rate"],
+        ["copy path"],
+    )
+    for pool in pools:
+        table.add_row(
+            pool["pool"],
+            pool["namespace"],
+            str(pool["shards"]),
+            f"{pool['page_tokens']} tok, {format_size(pool['slot_bytes'])}",
+            f"{pool['slots_used']:,}",
+            f"{pool['slots_total']:,}",
+            f"{format_size(pool['bytes_used'])} / {format_size(pool['bytes_total'])}",
+            *(f"{pool[name]:,}" for name in ("pages", "leased", "evictions", "hits", "misses")),
+            hit_rate(pool["hits"], pool["misses"]),
+            pool["copy_path"],
+        )
+    return table
+
+
+def _sessions(sessions: list[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "Engines",
+        ["engine", "rank", "device", "namespace", "epoch", "software"],
+        ["pid", "connected"],
+    )
+    for session in sessions:
+        table.add_row(
+            session["instance"],
+            f"{session['rank']} of {session['world_size']}",
+            session["device"],
+            session["namespace"],
+            session["epoch"] or "-",
+            session["software"],
+            str(session["pid"]),
+            duration(session["connected_s"]),
+        )
+    return table
+
+
+def _copiers(copiers: list[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "Copiers",
+        ["device", "state"],
+        ["pid", "restarts", "backed up", "rate", "restored", "rate"],
+        ["detail"],
+    )
+    styles = {"ready": "green", "starting": "yellow", "restarting": "red"}
+    for copier in copiers:
+        table.add_row(
+            copier["device"],
+            Text(copier["state"], style=styles.get(copier["state"], "")),
+            str(copier["pid"]),
+            str(copier["restarts"]),
+            format_size(copier["backup_bytes"]),
+            rate_gbps(copier["backup_bytes"], copier["backup_seconds"]),
+            format_size(copier["restore_bytes"]),
+            rate_gbps(copier["restore_bytes"], copier["restore_seconds"]),
+            ", ".join(f"{name} {value}" for name, value in copier["detail"].items()),
+        )
+    return table
+
+
+def _table(
+    title: str, left: list[str], right: list[str], left_again: list[str] | None = None
+) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    for name in left_again or ():
+        table.add_column(name)
+    return table
+
+
+def duration(seconds: float) -> str:
+    """ "12 s", "3 min", "5.0 h", "2.1 d"."""
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.1f} d"

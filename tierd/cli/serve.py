@@ -1,0 +1,120 @@
+"""`tierd serve`: the daemon in the foreground."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd import config
+from tierd.cli.gpus import visible_gpus
+from tierd.cli.logs import log_to_stderr
+from tierd.memory.limits import available_memory, format_size
+
+log = logging.getLogger(__name__)
+
+EPILOG = """
+Examples:
+
+- `tierd serve`: every GPU, half of the free memory, the user's default socket
+- `tierd serve --memory 64GiB --devices 0,1`
+- `tierd serve --config /etc/tierd/llama.toml --memory 128GiB`: flags win over the file
+- `tierd serve --devices host:2 --memory 512MiB`: no GPU needed, two devices of the host backend
+
+Start the daemon before the engine: its CUDA contexts (about half a GiB of each GPU) must be there
+when the engine sizes its own pools. SIGTERM or Ctrl-C ends it and every process it started.
+"""
+
+
+def serve(
+    socket_path: Annotated[
+        str | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            help="Unix socket for engines and for `tierd status`. "
+            "Default: tierd/tierd.sock in the user's runtime directory.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for pages, such as 64GiB. Default: half of what is free. "
+            "Refused if the machine or the cgroup has less.",
+        ),
+    ] = None,
+    memory_check: Annotated[
+        bool | None,
+        typer.Option(
+            "--memory-check/--no-memory-check",
+            help="Compare --memory with what is free; switch off on a machine whose memory "
+            "grows with use. Default: on.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="`all`, GPU numbers or UUIDs with commas between, `host`, or `host:N`. "
+            "Default: all GPUs; without one, `host`.",
+        ),
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="TOML file with the same names: socket, memory, memory-check, devices, "
+            "log-level. Flags win over it.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(metavar="LEVEL", help="debug, info, warning or error. Default: info."),
+    ] = None,
+) -> None:
+    """Serve the host-memory tier to the engines of this machine, in the foreground.
+
+    Prints one line that starts with "tierd ready" once engines can connect; the log goes to
+    stderr. Tells systemd the same where the unit has Type=notify.
+    """
+    flags = config.ServeOptions(socket_path, memory, memory_check, devices, log_level)
+    options = flags.over(config.read_toml(config_file)) if config_file else flags
+    settings = config.resolve(options, available=available_memory, visible_gpus=visible_gpus)
+    log_to_stderr(settings.log_level)
+    config.prepare_socket_directory(settings.socket)
+    log.info(
+        "%s of host memory for pages%s, devices %s",
+        format_size(settings.memory_bytes),
+        "" if options.memory else " (half of what is free; --memory sets it)",
+        ", ".join(settings.devices),
+    )
+    from tierd.control.server import serve as run_control
+
+    raise typer.Exit(run_control(settings, lambda: announce(settings)))
+
+
+def announce(settings: config.ServeConfig) -> None:
+    """Say on stdout, and to systemd, that engines can connect now."""
+    print(
+        f"tierd ready on {settings.socket}, {format_size(settings.memory_bytes)}, "
+        f"devices {', '.join(settings.devices)}, pid {os.getpid()}",
+        flush=True,
+    )
+    notify_systemd("READY=1", os.environ.get("NOTIFY_SOCKET"))
+
+
+def notify_systemd(state: str, address: str | None) -> None:
+    """Send a state to the service manager (sd_notify(3)); nothing to do without an address."""
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(state.encode(), address)

@@ -1,0 +1,245 @@
+"""What `tierd serve` runs with: flags over a TOML file over defaults, checked on the machine."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierd.memory.limits import Available, format_size, parse_size
+from tierd.wire.errors import ConfigError
+from tierd.wire.geometry import CHUNK_BYTES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_HOST_DEVICES = 64
+_MAX_SOCKET_PATH = 107 - len(".zmq")
+"""A Unix socket's address holds 107 bytes (Linux, unix(7)); the ZeroMQ socket's is 4 longer."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A daemon's settings, complete and checked.
+
+    Attributes:
+        socket: The lifeline's Unix socket; the ZeroMQ socket lies beside it, as `<socket>.zmq`.
+        memory_bytes: Host memory for pages, a multiple of `CHUNK_BYTES`.
+        devices: One copier each: GPU UUIDs ("GPU-..."), or "host:0", "host:1", ...
+        log_level: One of `LOG_LEVELS`.
+    """
+
+    socket: Path
+    memory_bytes: int
+    devices: tuple[str, ...]
+    log_level: str
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What was asked for, by flags or by a file. A field that is None was not said.
+
+    `memory_check` false: take `memory` at its word, on a machine whose memory grows with use.
+    """
+
+    socket: str | None = None
+    memory: str | None = None
+    memory_check: bool | None = None
+    devices: str | None = None
+    log_level: str | None = None
+
+    def over(self, other: ServeOptions) -> ServeOptions:
+        """These options, with `other`'s where nothing was said here."""
+        names = self.__dataclass_fields__
+        mine = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return ServeOptions(**{name: getattr(other, name) for name in names} | mine)
+
+
+def parse_toml(text: str) -> ServeOptions:
+    """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
+    `memory-check`, `devices`, `log-level`.
+
+    Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}") from None
+    types: Mapping[str, type] = {
+        name.replace("_", "-"): bool if name == "memory_check" else str
+        for name in ServeOptions.__dataclass_fields__
+    }
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigError(f"unknown key `{key}`; the keys are {', '.join(types)}")
+        if key == "devices" and isinstance(value, list):
+            if not all(isinstance(item, str | int) for item in value):
+                raise ConfigError("`devices` must be a string, or a list of GPU UUIDs or numbers")
+            value = ",".join(str(item) for item in value)
+        if not isinstance(value, types[key]):
+            kind = {bool: "true or false", str: 'a string in quotes, "..."'}[types[key]]
+            raise ConfigError(f"`{key}` must be {kind}, not {value!r}")
+        values[key.replace("-", "_")] = value
+    return ServeOptions(**values)
+
+
+def read_toml(file: Path) -> ServeOptions:
+    """Raises: ConfigError: as `parse_toml`, or the file cannot be read; it names the file."""
+    try:
+        return parse_toml(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {file}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def resolve(
+    options: ServeOptions,
+    *,
+    available: Callable[[], Available],
+    visible_gpus: Callable[[], Sequence[str]],
+) -> ServeConfig:
+    """Fill in the defaults and check the whole against the machine.
+
+    Args:
+        available: Asked for the memory that is left, if it matters.
+        visible_gpus: Asked for the UUIDs of the GPUs, in CUDA's order, if it matters.
+
+    Raises: ConfigError: a setting that cannot work; it names the flag and what to do.
+    """
+    log_level = options.log_level or "info"
+    if log_level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level {log_level}: choose one of {', '.join(LOG_LEVELS)}")
+    devices = resolve_devices(options.devices or "all", visible_gpus)
+    return ServeConfig(
+        socket=check_socket(Path(options.socket) if options.socket else default_socket()),
+        memory_bytes=_resolve_memory(options, available, len(devices)),
+        devices=devices,
+        log_level=log_level,
+    )
+
+
+def resolve_devices(wanted: str, visible_gpus: Callable[[], Sequence[str]]) -> tuple[str, ...]:
+    """The devices that `--devices` names.
+
+    "all": every visible GPU, or one host device where there is none; "host", "host:N": one or N
+    devices of the host backend, named "host:0", "host:1", ...; else GPU UUIDs or numbers in
+    CUDA's order, with commas between.
+
+    Raises: ConfigError: a GPU that is not visible or named twice, or not a device at all.
+    """
+    if wanted == "all":
+        return tuple(visible_gpus()) or ("host:0",)
+    kind, _, count = wanted.partition(":")
+    if kind == "host":
+        number = int(count) if count.isdigit() else 0 if ":" in wanted else 1
+        if not 1 <= number <= MAX_HOST_DEVICES:
+            raise ConfigError(
+                f"--devices {wanted}: host:N is N host devices, 1 to {MAX_HOST_DEVICES}"
+            )
+        return tuple(f"host:{i}" for i in range(number))
+    gpus = list(visible_gpus())
+    by_name = {gpu.lower(): gpu for gpu in gpus} | {str(i): gpu for i, gpu in enumerate(gpus)}
+    devices: list[str] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        gpu = by_name.get(name.lower())
+        if gpu is None:
+            seen = ", ".join(f"{i} = {gpu}" for i, gpu in enumerate(gpus)) or "none"
+            raise ConfigError(
+                f"--devices {wanted}: there is no GPU {name!r}. Visible GPUs: {seen}. "
+                "Or choose `all`, `host` or `host:N`"
+            )
+        if gpu in devices:
+            raise ConfigError(f"--devices {wanted}: {gpu} is named twice")
+        devices.append(gpu)
+    return tuple(devices)
+
+
+def _resolve_memory(options: ServeOptions, available: Callable[[], Available], devices: int) -> int:
+    """Bytes for pages, in whole chunks: what `--memory` says, or half of what is available."""
+    check = options.memory_check is not False
+    left: Available | None = None
+    if check or options.memory is None:
+        left = available()
+    if options.memory is not None:
+        nbytes, said = parse_size(options.memory), f"--memory {options.memory}"
+    else:
+        assert left is not None
+        nbytes, said = left.nbytes // 2, f"half of the memory that {left.bound} has left"
+    least = devices * CHUNK_BYTES
+    if nbytes < least:
+        raise ConfigError(
+            f"{said} is {format_size(nbytes)}, too little: {devices} device(s) need at least one "
+            f"chunk of {format_size(CHUNK_BYTES)} each, {format_size(least)}"
+        )
+    if left is not None and nbytes > left.nbytes:
+        raise ConfigError(
+            f"{said} is more than the {format_size(left.nbytes)} that {left.bound} has left; "
+            "ask for less, or free some. On a machine whose memory grows with use, "
+            "--no-memory-check takes the figure at its word"
+        )
+    return nbytes - nbytes % CHUNK_BYTES
+
+
+def default_socket(environ: Mapping[str, str] = os.environ, run: Path = Path("/run/user")) -> Path:
+    """Where daemon and clients of one user meet if nothing else is said.
+
+    `$XDG_RUNTIME_DIR/tierd/tierd.sock`, else the same under /run/user/<uid> if that exists, else
+    `tierd-<uid>/tierd.sock` in the directory for temporary files.
+    """
+    uid = os.getuid()
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "tierd" / "tierd.sock"
+    if (run / str(uid)).is_dir():
+        return run / str(uid) / "tierd" / "tierd.sock"
+    return Path(tempfile.gettempdir()) / f"tierd-{uid}" / "tierd.sock"
+
+
+def check_socket(socket: Path) -> Path:
+    """An absolute path that fits in a socket's address.
+
+    Raises: ConfigError: it does not fit.
+    """
+    socket = Path(os.path.abspath(socket))
+    if len(os.fsencode(socket)) > _MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"--socket {socket}: the path has more than {_MAX_SOCKET_PATH} bytes, "
+            "too long for a Unix socket; choose a shorter one"
+        )
+    return socket
+
+
+def prepare_socket_directory(socket: Path) -> None:
+    """Create the socket's directory, closed to other users, if it is not there.
+
+    Raises: ConfigError: it cannot be created, or another user could put a socket of theirs in
+        place of ours.
+    """
+    directory = socket.parent
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"--socket {socket}: cannot create its directory ({error}); choose another place"
+        ) from None
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"--socket {socket}: its directory belongs to another user (uid {status.st_uid}); "
+            "choose a directory of your own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"--socket {socket}: other users can write to its directory; "
+            f"`chmod go-w {directory}` or choose another"
+        )

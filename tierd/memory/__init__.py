@@ -1,0 +1,1 @@
+"""Host memory: what the machine has, and the chunks that pools claim of it."""
