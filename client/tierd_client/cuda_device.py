@@ -27,6 +27,10 @@ except ImportError as error:
         "install it in the engine's environment: pip install 'tierd[cuda]'"
     ) from error
 
+_IPC_CAPABLE = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+_WRITE_AFTER_BARRIER = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+
 _NOT_EXPORTABLE = (
     "the KV buffer at {address:#x} cannot be exported through CUDA IPC: its memory was not made by "
     "cudaMalloc. Start the engine without what replaces it: unset "
@@ -77,13 +81,12 @@ class CudaDevice:
     def export(self, tensors: Sequence[torch.Tensor]) -> Exports:
         exports = Exports([], [], [])
         index_of: dict[int, int] = {}
-        capable = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         with self._current():
             for tensor in tensors:
                 address = tensor.data_ptr()
                 if not address:
                     raise RefusedError("a KV buffer without memory behind it; leave it out")
-                if not int(_call(driver.cuPointerGetAttribute, capable, address)):
+                if not int(_call(driver.cuPointerGetAttribute, _IPC_CAPABLE, address)):
                     raise RefusedError(_NOT_EXPORTABLE.format(address=address))
                 # The allocator carves tensors out of larger allocations, and a handle opens at
                 # the base of the whole.
@@ -102,6 +105,11 @@ class CudaDevice:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with self._current():
+            # CUDA loads a kernel at its first launch, and may wait for the whole GPU then: not in
+            # the hot path, where a stream may be waiting for a layer.
+            for dtype in (torch.int64, torch.int32):
+                slots = torch.zeros(2, dtype=dtype, device=f"cuda:{self._index}")
+                page_numbers([slots, slots], [1, 2])
             try:
                 _call(driver.cuMemHostRegister, address, len(memory), flags)
             except CudaError as error:
@@ -144,14 +152,13 @@ class CudaDevice:
         # Two words, because two streams that write one would release it at the first.
         for word, stream in enumerate((current, forward)):
             address = self._words + segment.ready_offset(ticket, word)
-            _call(driver.cuStreamWriteValue32, stream, address, ticket, 0)
+            _call(driver.cuStreamWriteValue32, stream, address, ticket, _WRITE_AFTER_BARRIER)
 
     def wait_layer(
         self, entry: int, layer: int, generation: int, give_up: Callable[[], bool]
     ) -> None:
         address = self._words + self._adopted().layer_offset(entry, layer)
-        geq = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        _call(driver.cuStreamWaitValue32, self._stream(), address, generation, geq)
+        _call(driver.cuStreamWaitValue32, self._stream(), address, generation, _GEQ)
 
     def release_segment(self) -> None:
         if self._segment is None:

@@ -1,0 +1,176 @@
+"""Releases the engine's waiting streams when control and the rank's copier have both died.
+
+While one of them lives it releases what will never be restored. When both are gone, the engine's
+scheduler thread may sit inside a synchronising CUDA call behind a stream that waits for a layer
+word, so only another process can set the word: this one. It costs the engine no thread and no
+GIL, imports no torch, and goes when the engine goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+from tierd.wire.layout import RESTORE_ENTRIES, Segment, read_segment_spec
+
+RELEASE_INTERVAL_S = 0.05
+"""How often waits are released while both are dead: one may be enqueued after their death."""
+_EXIT_S = 2.0
+_SERIAL = struct.Struct("<I")
+
+
+class Watchdog:
+    """The engine's end: starts the process, tells it whom to watch, ends it.
+
+    No method blocks, except `close` for the moment in which the process exits.
+
+    Args:
+        segment_fd: The rank's segment; duplicated, so the caller keeps its own.
+
+    Raises: OSError: no process or no descriptor left.
+    """
+
+    def __init__(self, segment_fd: int) -> None:
+        self._segment_fd = os.dup(segment_fd)
+        self._serial = 0
+        self._armed_serial = 0
+        self._start()
+
+    def watch(self, control_pidfd: int, copier_pidfd: int) -> None:
+        """Watch these two processes from now on, instead of the ones before them.
+
+        Starts a new process if the last one was killed. The descriptors stay the caller's.
+
+        Raises: OSError: no process or no descriptor left.
+        """
+        if self._process.poll() is not None:
+            self._socket.close()
+            self._start()
+        self._serial += 1
+        pidfds = array.array("i", [control_pidfd, copier_pidfd])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, pidfds)]
+        # A process that has died since `poll`, or is too slow to read, never says that it is
+        # armed, which is what the caller goes by.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
+            self._socket.sendmsg([_SERIAL.pack(self._serial)], rights, socket.MSG_NOSIGNAL)
+
+    def armed(self) -> bool:
+        """Whether the process lives and watches what the last `watch` named.
+
+        No restore may be started before: until then it could still be releasing waits on account
+        of the processes before, and would let a stream read a layer that has not landed.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while answer := self._socket.recv(_SERIAL.size):
+                (self._armed_serial,) = _SERIAL.unpack(answer)
+        alive = self._process.poll() is None
+        return alive and self._serial > 0 and self._armed_serial == self._serial
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._segment_fd < 0:
+            return
+        os.close(self._segment_fd)
+        self._segment_fd = -1
+        self._socket.close()
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        engine = os.pidfd_open(os.getpid())
+        fds = (self._segment_fd, theirs.fileno(), engine)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tierd_client.watchdog", *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C in the engine's terminal must not end it while the engine shuts down.
+                start_new_session=True,
+                # numpy's BLAS would start a thread a core.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(engine)
+
+
+def run(segment_fd: int, conversation: socket.socket, engine_pidfd: int) -> None:
+    """Watch until the engine is gone or closes its end of the conversation.
+
+    Raises: ProtocolError: the descriptor is not a segment.
+    """
+    memory = mmap.mmap(segment_fd, os.fstat(segment_fd).st_size)
+    segment = Segment(memory, read_segment_spec(memory))
+    poller = select.poll()
+    poller.register(conversation, select.POLLIN)
+    poller.register(engine_pidfd, select.POLLIN)
+    watched: tuple[int, ...] = ()
+    living: set[int] = set()
+    while True:
+        all_dead = bool(watched) and not living
+        if all_dead:
+            for entry in range(RESTORE_ENTRIES):
+                segment.release(entry)
+        ready = {fd for fd, _ in poller.poll(RELEASE_INTERVAL_S * 1000 if all_dead else None)}
+        if engine_pidfd in ready:
+            return
+        for fd in ready & living:  # a pidfd is readable once its process is dead
+            poller.unregister(fd)
+            living.remove(fd)
+        if conversation.fileno() in ready:
+            serial, fds, _, _ = socket.recv_fds(conversation, _SERIAL.size, 2)
+            if not serial:
+                return
+            if len(fds) != 2:
+                raise RuntimeError(f"{len(fds)} pidfds came; need control's and the copier's")
+            for fd in living:
+                poller.unregister(fd)
+            for fd in watched:
+                os.close(fd)
+            watched = tuple(fds)
+            living = set(fds)
+            for fd in fds:
+                poller.register(fd, select.POLLIN)
+            conversation.send(serial, socket.MSG_NOSIGNAL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tierd_client.watchdog", description=__doc__)
+    for name in ("segment_fd", "socket_fd", "engine_pidfd"):
+        parser.add_argument(name, type=int)
+    args = parser.parse_args()
+    # A service manager signals every process of the service at once; this one must outlast the
+    # engine, and ends with it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with (
+        socket.socket(fileno=args.socket_fd) as conversation,
+        contextlib.suppress(ConnectionError),  # the engine closed its end between two messages
+    ):
+        conversation.setblocking(False)
+        run(args.segment_fd, conversation, args.engine_pidfd)
+
+
+if __name__ == "__main__":
+    main()
