@@ -1,0 +1,323 @@
+"""The linker: SGLang's radix tree on one side, a tierd client on the other.
+
+Everything here runs on the scheduler thread. `offload()` appends to a list; what the step has
+gathered goes out once an iteration, in `num_completed_offloads()`, which SGLang calls then.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from tierd.config import default_socket
+from tierd.wire.errors import ConfigError, RefusedError
+from tierd.wire.limits import KEY_BYTES
+from tierd_client.client import TierClient
+from tierd_client.device import open_device
+from tierd_client.pools import DevicePool, PoolPages
+from tierd_client.sglang import weights
+from tierd_client.sglang.counter import RestoreCounter
+from tierd_client.sglang.group import Offer, agree, group_of, host_id, rank_in
+from tierd_client.sglang.namespace import namespace, process_start_s
+from tierd_client.sglang.pools import kv_pool
+from tierd_client.sglang.support import refusals
+from tierd_client.sglang.tree import Tree
+
+log = logging.getLogger(__name__)
+
+
+class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`linker_extra_config` of `--unified-cache-external-linker-config`.
+
+    Attributes:
+        socket: The daemon's lifeline socket; null for the user's default one.
+    """
+
+    socket: str | None = None
+
+
+@dataclass
+class LinkerStats:
+    """What went through a linker since it was made, in pages."""
+
+    offered: int = 0
+    kept: int = 0
+    looked_up: int = 0
+    restored: int = 0
+    restores_failed: int = 0
+
+
+class _Offload(NamedTuple):
+    """One `offload()` that has not been sent. `tokens`: those of its node."""
+
+    transfers: Sequence[Any]
+    tokens: int
+
+
+class _Outstanding(NamedTuple):
+    """One `offload()` whose result the tree waits for. `seq`: the client's number for it; None
+    if it has failed here."""
+
+    seq: int | None
+    pages: int
+
+
+class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """A `UnifiedCacheLinker` (SGLang 0.5.23) for plain MHA/GQA pools of any page size.
+
+    One a rank. Backs up every node that the tree offers, and restores prefixes that it has lost.
+    Without a daemon it serves misses and connects when one comes.
+
+    Once the engine's weights change, the tier stays closed to the engine (lookups miss, backups
+    fail) until the engine flushes its cache: until then the tree holds, and offers, KV of the old
+    weights.
+
+    Args:
+        server_args: SGLang's `ServerArgs`; None where there is no server (nothing is shared then).
+        params: SGLang's `CacheInitParams`.
+        components: The tree's components.
+        extra_config: The fields of `LinkerConfig`.
+        forward_stream: The stream on which the forward pass writes KV.
+
+    Raises:
+        RefusedError: an engine that tierd cannot serve, on every rank alike; or a daemon that
+            refuses it. The text says what to change.
+        ConfigError: `extra_config` has an unknown or ill-typed field.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: Any | None = None,
+    ) -> None:
+        config = _parse(extra_config or {})
+        self.forward_stream = forward_stream
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        process_group = group_of(params)
+        pool: DevicePool | None = None
+        refusal = "; ".join(refusals(server_args, params, components))
+        if not refusal:
+            try:
+                pool = kv_pool(kvcache, params.page_size)
+                _check_exportable(pool, rank_in(process_group)[0], forward_stream)
+            except RefusedError as error:
+                refusal = str(error)
+        instance = uuid.uuid4().hex
+        group = agree(
+            process_group,
+            Offer(
+                refusal=refusal,
+                host=host_id(),
+                geometry=_describe(pool) if pool else "",
+                instance=instance,
+                namespace=namespace(
+                    server_args,
+                    kv_dtype=str(kvcache.dtype),
+                    page_tokens=params.page_size,
+                    instance=instance,
+                    started_s=process_start_s(),
+                ),
+            ),
+        )
+        assert pool is not None  # agree() raises where there is none
+        weights.watch(self)
+        self.pools = {PoolName(pool.name): pool}
+        self.stats = LinkerStats()
+        self.layer_done_counter = RestoreCounter(len(pool.buffers) // 2)
+        self._queued: list[_Offload] = []
+        self._outstanding: deque[_Outstanding] = deque()
+        self._results: deque[bool] = deque()
+        self._loads: dict[str, list[PoolPages]] = {}
+        self._loading = 0
+        self._tree = Tree()
+        self._weights_are_stale = False
+        if "private" in group.namespace:
+            log.warning(
+                "tierd: no other engine can hit these pages: %s", group.namespace["private"]
+            )
+        self.client = TierClient(
+            config.socket or str(default_socket()),
+            [pool],
+            namespace=group.namespace,
+            instance=group.instance,
+            rank=group.rank,
+            world_size=group.world_size,
+            forward_stream=forward_stream,
+        )
+        self.client.connect()
+
+    # --- device to host ---------------------------------------------------------------------
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
+        reported as failed later."""
+        self._queued.append(_Offload(transfers, len(transfers[0].device_indices)))
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """Send what was queued since the last scheduler iteration, and collect results."""
+        if not self._tree.is_known:
+            # The contract does not introduce the tree's wrapper; this is its call.
+            self._tree.meet(sys._getframe(1).f_locals.get("self"))
+        self._tree.drop_stale_hit_markers()
+        self._send_queued()
+        self.client.flush()
+        self._collect()
+        return len(self._results)
+
+    def pop_completed_offload(self) -> bool:
+        """The oldest result: whether the node's pages are kept."""
+        return self._results.popleft()
+
+    def _send_queued(self) -> None:
+        if not self._queued:
+            return
+        queued, self._queued = self._queued, []
+        origins = self._tree.origins([offload.tokens for offload in queued])
+        for offload, origin in zip(queued, origins, strict=True):
+            seq = None
+            if not self._weights_are_stale:
+                pages = [_pages(transfer) for transfer in offload.transfers]
+                seq = self.client.backup(pages, node_id=origin.node_id, parent=origin.parent)
+            self._outstanding.append(_Outstanding(seq, len(offload.transfers[0].keys)))
+            self.stats.offered += len(offload.transfers[0].keys)
+
+    def _collect(self) -> None:
+        kept = {ack.seq: ack.kept for ack in self.client.acks()}
+        while self._outstanding:
+            seq, pages = self._outstanding[0]
+            if seq is not None and seq not in kept:
+                return
+            result = seq is not None and kept[seq]
+            self.stats.kept += pages * result
+            self._results.append(result)
+            self._outstanding.popleft()
+
+    # --- host to device ---------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Prefix lengths of the tail, in pages, that every rank can restore; few of them."""
+        self.stats.looked_up += len(transfers[0].keys)
+        if self._weights_are_stale:
+            return []
+        return self.client.lookup(rid, [(str(t.name.value), _keys(t.keys)) for t in transfers])
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queue a restore of what a lookup found. The answer depends on nothing that could
+        differ between ranks: what fails after all is reported by `finish_layer_wise_loading`."""
+        if self._weights_are_stale:
+            return False
+        if rid in self._loads:
+            raise RuntimeError(f"request {rid} has a queued load already")
+        self._loads[rid] = [_pages(transfer) for transfer in transfers]
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """True if the load had not been started, and will not be."""
+        if self._loads.pop(rid, None) is None:
+            return False
+        self.client.cancel(rid)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Start the queued loads as one restore. Returns: its index in the layer counter, or -1
+        if there is none."""
+        if not self._loads:
+            return -1
+        loads, self._loads = self._loads, {}
+        self._loading = sum(len(parts[0].keys) for parts in loads.values()) // KEY_BYTES
+        return self.layer_done_counter.start(self.client.restore(loads))
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until nothing writes the restore's pages any more; True if all of them landed."""
+        landed = self.layer_done_counter.finish(counter_index)
+        if landed:
+            self.stats.restored += self._loading
+        else:
+            self.stats.restores_failed += self._loading
+        self._loading = 0
+        return landed
+
+    # --- never stale, and the end -----------------------------------------------------------
+
+    def weights_change(self) -> None:
+        """Close the tier to this engine until its cache is flushed.
+
+        The tree keeps waiting for what it has offered, so that is reported as failed, in order.
+        """
+        if self._weights_are_stale:
+            return
+        self._weights_are_stale = True
+        self._send_queued()
+        self.client.reset(keep_pending=True)
+        log.warning(
+            "tierd: the engine's weights change, and its cache holds KV of the old ones; "
+            "the tier is closed to it until the cache is flushed (POST /flush_cache)"
+        )
+
+    def reset(self) -> None:
+        """Forget everything and start an epoch that no other engine can hit, and no later one.
+
+        The tree has dropped its pending offloads, so none of them gets a result.
+        """
+        self._loads.clear()
+        self.layer_done_counter.reset()
+        self._queued.clear()
+        self._outstanding.clear()
+        self._results.clear()
+        self.client.reset()
+        self._weights_are_stale = False
+
+    def close(self) -> None:
+        """Leave the daemon. Pages stay there for the next engine."""
+        self._loads.clear()
+        self.layer_done_counter.reset()
+        self._queued.clear()
+        self.client.close()
+
+
+def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
+    try:
+        return msgspec.convert(dict(extra_config), LinkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"linker_extra_config: {error}") from None
+
+
+def _check_exportable(pool: DevicePool, rank: int, forward_stream: Any | None) -> None:
+    """Try what registration will do, so that memory which cannot be shared is refused at start
+    even where no daemon is there yet."""
+    tensors = [buffer.tensor for buffer in pool.buffers]
+    open_device(tensors, rank=rank, forward_stream=forward_stream).export(tensors).close()
+
+
+def _describe(pool: DevicePool) -> str:
+    rows = sorted(
+        {(b.tensor.stride(0) * b.tensor.element_size(), str(b.tensor.dtype)) for b in pool.buffers}
+    )
+    described = " and ".join(f"{size} bytes of {dtype}" for size, dtype in rows)
+    return (
+        f"{len(pool.buffers)} KV buffers with {described} a token, "
+        f"pages of {pool.page_tokens} tokens"
+    )
+
+
+def _keys(hashes: Sequence[str]) -> bytes:
+    """SGLang's page hashes, 64 hexadecimal digits each, as one blob of 32-byte keys."""
+    return bytes.fromhex("".join(hashes))
+
+
+def _pages(transfer: Any) -> PoolPages:
+    return PoolPages(str(transfer.name.value), _keys(transfer.keys), transfer.device_indices)
