@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import tierd
-from tierd.cli import admin, serve, status
+from tierd.cli import admin, demo, serve, status
 from tierd.wire.errors import ConfigError, DaemonUnavailableError, TierdError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 3
@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(epilog=demo.EPILOG)(demo.demo)
 app.command(epilog=serve.EPILOG)(serve.serve)
 app.command(epilog=status.EPILOG)(status.status)
 app.command()(admin.clear)
