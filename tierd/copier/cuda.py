@@ -1,0 +1,273 @@
+"""The GPU backend: CUDA IPC mappings, pinned chunks, and copy engines through the driver API.
+
+No kernel is ever launched: two contexts share the SMs by time slices, so one would stop the
+engine. Boxes go through cuMemcpy3DBatchAsync, rows through cuMemcpyBatchAsync, both by ctypes
+on arrays that numpy has built; every other call is cuda-bindings'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from tierd.copier import records
+from tierd.copier.backend import (
+    Attachment,
+    BackendError,
+    Chunk,
+    DeviceLostError,
+    Marker,
+    SharedMemory,
+    split_fds,
+)
+from tierd.copier.plan import Batch, Direction
+from tierd.wire.messages import Allocation
+
+_PORTABLE = driver.CU_MEMHOSTREGISTER_PORTABLE
+_MAPPED = driver.CU_MEMHOSTREGISTER_DEVICEMAP
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+_MADV_POPULATE_WRITE = 23
+"""linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
+
+
+class CudaBackend:
+    """One GPU, named by its UUID.
+
+    Raises: BackendError: no driver, no such GPU, or a driver without the batch copy calls.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._library = _batch_calls()
+        _call("cuInit", 0)
+        self._device = _find(device)
+        before = _used_bytes(device)
+        context = _call("cuDevicePrimaryCtxRetain", self._device)
+        _call("cuCtxSetCurrent", context)
+        self._streams = {
+            direction: _call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            for direction in Direction
+        }
+        self._handles = {d: ctypes.c_void_p(int(s)) for d, s in self._streams.items()}
+        self._events: dict[Marker, Any] = {}
+        self._idle_events: list[Any] = []
+        self._marks = 0
+        self._attributes = np.zeros(1, records.ATTRIBUTES)
+        self._attributes["access_order"] = records.STREAM_ORDER
+        self._first = np.zeros(1, np.uint64)
+        after = _used_bytes(device)
+        name = bytes(_call("cuDeviceGetName", 96, self._device)).split(b"\0")[0].decode()
+        self._detail: dict[str, Any] = {"backend": "cuda", "gpu": name}
+        if before is not None and after is not None:
+            self._detail["gpu_memory_bytes"] = max(0, after - before)
+
+    def detail(self) -> dict[str, Any]:
+        """`gpu`: its name. `gpu_memory_bytes`: what the context took, as NVML counted it before
+        and after; absent where NVML is."""
+        return dict(self._detail)
+
+    def map_chunk(self, fd: int, size: int) -> Chunk:
+        with ExitStack() as stack:
+            memory = SharedMemory(fd, size)
+            stack.callback(memory.close)
+            try:
+                memory.memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError as error:
+                # An older kernel; the pages are then touched one by one while they are pinned.
+                if error.errno != errno.EINVAL:
+                    raise BackendError(
+                        f"cannot populate a chunk of {size} bytes: {error}"
+                    ) from error
+            self._pin(stack, memory, _PORTABLE)
+            return Chunk(memory.address, size, stack.pop_all())
+
+    def attach(
+        self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory
+    ) -> Attachment:
+        if split_fds(allocations, fds) != [None] * len(allocations):
+            raise BackendError("an allocation is no GPU memory; this copier serves a GPU")
+        with ExitStack() as stack:
+            opened: dict[bytes, int] = {}
+            for number, allocation in enumerate(allocations):
+                if allocation.handle not in opened:
+                    opened[allocation.handle] = self._open(stack, allocation.handle)
+                _, size = _call("cuMemGetAddressRange", opened[allocation.handle])
+                if int(size) < allocation.size:
+                    raise BackendError(
+                        f"allocation {number} has {int(size)} bytes; {allocation.size} announced"
+                    )
+            self._pin(stack, segment, _PORTABLE | _MAPPED)
+            words = _call("cuMemHostGetDevicePointer", segment.address, 0)
+            addresses = tuple(opened[allocation.handle] for allocation in allocations)
+            return Attachment(addresses, int(words), stack.pop_all())
+
+    def submit(self, direction: Direction, batch: Batch) -> None:
+        stream = self._handles[direction]
+        if len(batch.boxes):
+            ops = records.boxes(batch.boxes, direction)
+            self._check(
+                "cuMemcpy3DBatchAsync",
+                self._library.cuMemcpy3DBatchAsync_v2(
+                    ctypes.c_size_t(len(ops)),
+                    ctypes.c_void_p(ops.ctypes.data),
+                    ctypes.c_ulonglong(0),
+                    stream,
+                ),
+            )
+        if len(batch.rows):
+            device, host, width = (
+                np.ascontiguousarray(batch.rows[name]) for name in ("device", "host", "width")
+            )
+            to, source = (host, device) if direction is Direction.BACKUP else (device, host)
+            self._check(
+                "cuMemcpyBatchAsync",
+                self._library.cuMemcpyBatchAsync_v2(
+                    ctypes.c_void_p(to.ctypes.data),
+                    ctypes.c_void_p(source.ctypes.data),
+                    ctypes.c_void_p(width.ctypes.data),
+                    ctypes.c_size_t(len(width)),
+                    ctypes.c_void_p(self._attributes.ctypes.data),
+                    ctypes.c_void_p(self._first.ctypes.data),
+                    ctypes.c_size_t(1),
+                    stream,
+                ),
+            )
+
+    def write_words(self, attachment: Attachment, offsets: Sequence[int], value: int) -> None:
+        stream = self._streams[Direction.RESTORE]
+        for offset in offsets:
+            (error,) = driver.cuStreamWriteValue32(stream, attachment.words + offset, value, 0)
+            self._check("cuStreamWriteValue32", int(error))
+
+    def record(self, direction: Direction) -> Marker:
+        if self._idle_events:
+            event = self._idle_events.pop()
+        else:
+            event = _call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        (error,) = driver.cuEventRecord(event, self._streams[direction])
+        if error != _SUCCESS:
+            # Without the mark nobody can tell when the copies before it have retired.
+            raise DeviceLostError(_describe("cuEventRecord", error))
+        self._marks += 1
+        marker = Marker(self._marks)
+        self._events[marker] = event
+        return marker
+
+    def retired(self, marker: Marker) -> bool:
+        (error,) = driver.cuEventQuery(self._events[marker])
+        if error == _NOT_READY:
+            return False
+        if error != _SUCCESS:
+            raise DeviceLostError(_describe("cuEventQuery", error))
+        self._idle_events.append(self._events.pop(marker))
+        return True
+
+    def close(self) -> None:
+        for event in self._idle_events:
+            _call("cuEventDestroy", event)
+        for stream in self._streams.values():
+            _call("cuStreamDestroy", stream)
+        _call("cuDevicePrimaryCtxRelease", self._device)
+
+    def _open(self, stack: ExitStack, handle: bytes) -> int:
+        ipc = driver.CUipcMemHandle()
+        # By address: releases of cuda-bindings differ in what the structure's field is called.
+        ctypes.memmove(ipc.getPtr(), handle, len(handle))
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        address = int(_call("cuIpcOpenMemHandle", ipc, int(flags)))
+        stack.callback(_call, "cuIpcCloseMemHandle", address)
+        return address
+
+    def _pin(self, stack: ExitStack, memory: SharedMemory, flags: int) -> None:
+        _call("cuMemHostRegister", memory.address, memory.size, flags)
+        stack.callback(_call, "cuMemHostUnregister", memory.address)
+
+    def _check(self, name: str, code: int) -> None:
+        """Judge a submission: a refused call is one job's affair, a broken context everybody's."""
+        if code == 0:
+            return
+        text = _describe(name, driver.CUresult(code))
+        for stream in self._streams.values():
+            (error,) = driver.cuStreamQuery(stream)
+            if error not in (_SUCCESS, _NOT_READY):
+                raise DeviceLostError(text)
+        raise BackendError(text)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """Call the driver; returns its one result, a tuple of several, or None.
+
+    Raises: BackendError: naming the call and the driver's error.
+    """
+    error, *results = getattr(driver, name)(*arguments)
+    if error != _SUCCESS:
+        raise BackendError(_describe(name, error))
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _describe(name: str, error: Any) -> str:
+    known, text = driver.cuGetErrorName(error)
+    return f"{name}: {text.decode() if known == _SUCCESS else int(error)}"
+
+
+def _batch_calls() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(f"no CUDA driver on this machine: {error}") from error
+    for name in ("cuMemcpy3DBatchAsync_v2", "cuMemcpyBatchAsync_v2"):
+        if not hasattr(library, name):
+            raise BackendError(f"the driver has no {name}; tierd needs release 580 or newer")
+        getattr(library, name).restype = ctypes.c_int
+    return library
+
+
+def _find(device: str) -> Any:
+    """The driver's device with this UUID."""
+    seen = []
+    for ordinal in range(_call("cuDeviceGetCount")):
+        candidate = _call("cuDeviceGet", ordinal)
+        name = f"GPU-{uuid.UUID(bytes=bytes(_call('cuDeviceGetUuid', candidate).bytes))}"
+        if name == device:
+            return candidate
+        seen.append(name)
+    raise BackendError(f"no GPU {device} here; the driver sees {', '.join(seen) or 'none'}")
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t: bytes."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def _used_bytes(device: str) -> int | None:
+    """GPU memory in use by everybody. The driver API tells only from inside a context, whose own
+    cost is the question; NVML needs none. None where NVML is not installed or does not answer."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        handle, memory = ctypes.c_void_p(), _NvmlMemory()
+        if nvml.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle)):
+            return None
+        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+            return None
+        return int(memory.used)
+    finally:
+        nvml.nvmlShutdown()

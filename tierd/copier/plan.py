@@ -1,0 +1,370 @@
+"""Which bytes a job moves: pages, slots and a pool's geometry in, copy operations out.
+
+Pure numpy, no device. A pool's geometry is worked out once, when its rank attaches
+(`PoolPlan`); a job costs a handful of vectorised steps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.wire.errors import TierdError
+from tierd.wire.geometry import HostLayout
+from tierd.wire.messages import PoolSpec
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+
+OPS = np.dtype(
+    [
+        ("device", "<u8"),
+        ("host", "<u8"),
+        ("width", "<u8"),
+        ("depth", "<u8"),
+        ("device_stride", "<u8"),
+        ("host_stride", "<u8"),
+    ]
+)
+"""One strided copy: row i of `depth` rows, `width` bytes wide, lies at device + i * device_stride
+and at host + i * host_stride. Both strides are at least `width` where `depth` is over 1."""
+
+RUNS = np.dtype([("page", "<u8"), ("block", "<u8"), ("position", "<u8"), ("pages", "<u8")])
+"""`pages` consecutive pages from `page` on, at consecutive positions of the host block at address
+`block`."""
+
+BOX_DEPTH = 8
+"""Rows that a box needs to be worth its price: one operation of the 3D batch call costs 2.5-3.3 us,
+one row of the 1D call 0.43 us (README)."""
+NARROW_ROW_BYTES = 32 << 10
+"""Host-to-device rows below this never go through the 1D batch call: measured at 2 KiB, it slows
+the engine by a third."""
+
+PIECE_BYTES = 64 << 20
+PIECE_BOXES = 1024
+PIECE_ROWS = 4096
+"""What is submitted at a time: one to three milliseconds of work, so that a restore never waits
+long behind a backup and little is on the wire when a process has to go."""
+
+GROUP_COUNTS = (8, 4, 2, 1)
+GROUP_BYTES = 4 << 20
+"""A restore is cut into as many layer groups as leave each at least this much."""
+GROUP_OP_BYTES = 128 << 10
+"""Unless the cut makes boxes so small that their number, not the link, sets the pace."""
+
+_LOOKAHEAD = 16
+"""Second members tried for a progression; a layer has at most a few buffers of one shape."""
+
+
+class PlanError(TierdError):
+    """A job that names what its rank did not register. The text names the field."""
+
+
+class Direction(enum.IntEnum):
+    """The value is the index of `Segment.consumed`."""
+
+    BACKUP = 0
+    RESTORE = 1
+
+
+class Path(enum.Enum):
+    """How a pool's rows reach the copy engine."""
+
+    STRIDED = "strided"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Progression:
+    """Equal rows at one constant stride inside one device allocation.
+
+    Page p of its member i lies at `device + i * device_stride + p * page_stride`, and at
+    `host_offset + i * host_stride` of a host block, `row_bytes` further for each position.
+    """
+
+    device: int
+    host_offset: int
+    row_bytes: int
+    page_stride: int
+    depth: int
+    device_stride: int
+    host_stride: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some layers of a pool: how to reach their rows, and how many bytes a page has there."""
+
+    progressions: tuple[Progression, ...]
+    page_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of one page."""
+        return sum(p.depth for p in self.progressions)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Operations that a backend submits together. Shape: (n,), dtype OPS, each.
+
+    `boxes` go through a call that takes strided operations; `rows` all have a depth of 1 and go
+    through a call for plain ranges.
+    """
+
+    boxes: Records
+    rows: Records
+
+
+class PoolPlan:
+    """What a pool's geometry decides once: its copy path, and the progressions of any layers.
+
+    Args:
+        pool: As registered; `check_pools` has passed it.
+        addresses: Where each of the rank's allocations begins, as the backend mapped it.
+        host: How the pool's slots lie in host memory.
+    """
+
+    def __init__(self, pool: PoolSpec, addresses: Sequence[int], host: HostLayout) -> None:
+        self.pool = pool
+        self.host = host
+        self.layers = 1 + max(buffer.layer for buffer in pool.buffers)
+        self.packed = all(buffer.page_stride == buffer.row_bytes for buffer in pool.buffers)
+        """Adjacent pages are adjacent bytes in every buffer, so their rows can merge."""
+        self._addresses = tuple(addresses)
+        self._groups: dict[tuple[int, int], Group] = {}
+        whole = self.group(0, self.layers)
+        deep = len(whole.progressions) * BOX_DEPTH <= whole.rows
+        self.path = Path.STRIDED if deep else Path.ROWS
+
+    @property
+    def path_text(self) -> str:
+        """The copy path in words, for `tierd status`."""
+        whole = self.group(0, self.layers)
+        if self.path is Path.STRIDED:
+            return f"strided: {whole.rows} rows a page in {len(whole.progressions)} boxes"
+        narrow = any(p.row_bytes < NARROW_ROW_BYTES for p in whole.progressions)
+        aside = f"; restores of narrow rows in {len(whole.progressions)} boxes" if narrow else ""
+        return f"rows: {whole.rows} rows a page{aside}"
+
+    def group(self, first: int, end: int) -> Group:
+        """The part of the pool in layers `first` to `end` (exclusive)."""
+        group = self._groups.get((first, end))
+        if group is None:
+            chosen = [n for n, b in enumerate(self.pool.buffers) if first <= b.layer < end]
+            group = Group(
+                progressions=tuple(self._fold(chosen)),
+                page_bytes=sum(self.pool.buffers[n].row_bytes for n in chosen),
+            )
+            self._groups[first, end] = group
+        return group
+
+    def runs(self, pages: I64, chunks: U64, slots: U64) -> Records:
+        """Check a job's pages and slots, and merge neighbours where the geometry allows it.
+
+        Args:
+            pages: Page numbers, a private copy of what the rank wrote. Shape: (n,).
+            chunks: Address of each page's chunk. Shape: (n,).
+            slots: Slot of each page within its chunk. Shape: (n,).
+
+        Returns: dtype RUNS, ordered by place in host memory.
+        Raises: PlanError: a page that the pool does not have, or a slot outside its chunk.
+        """
+        check_range("page number", pages, self.pool.num_pages)
+        check_range("slot", slots, self.host.chunk_slots)
+        per_block = np.uint64(self.host.block_slots)
+        block_bytes = np.uint64(self.host.block_slots * self.host.slot_bytes)
+        blocks = chunks + np.uint64(self.host.data_offset) + slots // per_block * block_bytes
+        return merge(pages.astype(np.uint64), blocks, slots % per_block, join=self.packed)
+
+    def batch(self, group: Group, runs: Records, direction: Direction) -> Batch:
+        """The operations that move these runs of pages, for some layers of the pool."""
+        ops = operations(group.progressions, runs)
+        plain = ops["depth"] == 1
+        if self.path is Path.ROWS:
+            plain[:] = True
+        if direction is Direction.RESTORE:
+            plain &= ops["width"] >= NARROW_ROW_BYTES
+        return Batch(boxes=ops[~plain], rows=split_rows(ops[plain]))
+
+    def pieces(self, group: Group, runs: Records, direction: Direction) -> Iterator[Batch]:
+        """`batch`, cut so that each piece is a short time's work."""
+        if not group.progressions:
+            return
+        for piece in cut(runs, self._runs_a_piece(group), group.page_bytes):
+            yield self.batch(group, piece, direction)
+
+    def _runs_a_piece(self, group: Group) -> int:
+        if self.path is Path.ROWS:
+            return max(1, PIECE_ROWS // group.rows)
+        return max(1, PIECE_BOXES // len(group.progressions))
+
+    def _fold(self, chosen: Sequence[int]) -> Iterator[Progression]:
+        host = self.host
+        alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+        for number in chosen:
+            buffer = self.pool.buffers[number]
+            device = self._addresses[buffer.allocation] + buffer.offset
+            offset = host.block_slots * host.row_offsets[number]
+            alike[buffer.allocation, buffer.row_bytes, buffer.page_stride].append((device, offset))
+        merged = min(host.block_slots, self.pool.num_pages) if self.packed else 1
+        for (_, row_bytes, page_stride), points in alike.items():
+            for members in progressions(sorted(points), merged * row_bytes):
+                (device, offset), (beyond, further) = members[0], members[min(1, len(members) - 1)]
+                yield Progression(
+                    device=device,
+                    host_offset=offset,
+                    row_bytes=row_bytes,
+                    page_stride=page_stride,
+                    depth=len(members),
+                    device_stride=beyond - device,
+                    host_stride=further - offset,
+                )
+
+
+def check_range(what: str, values: npt.NDArray[Any], end: int) -> None:
+    """Raises: PlanError: a value below 0, or not below `end`."""
+    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < end):
+        outside = values[(values < 0) | (values >= end)]
+        raise PlanError(f"{what} {int(outside[0])} is out of range; the end is {end}")
+
+
+def merge(pages: U64, blocks: U64, positions: U64, *, join: bool = True) -> Records:
+    """Merge pages that are adjacent on the device and in one block; with `join` false, only
+    order them.
+
+    Args: three arrays of shape (n,): page number, address of its block, its place in the block.
+    Returns: dtype RUNS, ordered by block and position.
+    """
+    if not len(pages):
+        return np.zeros(0, RUNS)
+    order = np.lexsort((positions, blocks))
+    pages, blocks, positions = pages[order], blocks[order], positions[order]
+    joined = join & (
+        (pages[1:] == pages[:-1] + np.uint64(1))
+        & (blocks[1:] == blocks[:-1])
+        & (positions[1:] == positions[:-1] + np.uint64(1))
+    )
+    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+    runs = np.zeros(len(starts), RUNS)
+    runs["page"], runs["block"], runs["position"] = pages[starts], blocks[starts], positions[starts]
+    runs["pages"] = np.diff(starts, append=len(pages))
+    return runs
+
+
+def cut(runs: Records, most_runs: int, page_bytes: int) -> Iterator[Records]:
+    """Slices of `runs` with at most `most_runs` of them and about PIECE_BYTES; at least one."""
+    ends = np.cumsum(runs["pages"]) * np.uint64(page_bytes)
+    start = moved = 0
+    while start < len(runs):
+        fits = int(np.searchsorted(ends, moved + PIECE_BYTES, side="right"))
+        end = max(start + 1, min(fits, start + most_runs))
+        yield runs[start:end]
+        start, moved = end, int(ends[end - 1])
+
+
+def operations(folded: Sequence[Progression], runs: Records) -> Records:
+    """One operation for each run and progression. Shape: (n,), dtype OPS.
+
+    A run of several pages makes sense only where their rows are adjacent on the device.
+    """
+    parts: list[Records] = []
+    for progression in folded:
+        row, apart = np.uint64(progression.row_bytes), np.uint64(progression.page_stride)
+        place = runs["block"] + np.uint64(progression.host_offset)
+        ops = np.zeros(len(runs), OPS)
+        ops["device"] = np.uint64(progression.device) + runs["page"] * apart
+        ops["host"] = place + runs["position"] * row
+        ops["width"] = runs["pages"] * row
+        ops["depth"] = progression.depth
+        ops["device_stride"] = progression.device_stride
+        ops["host_stride"] = progression.host_stride
+        parts.append(ops)
+    if not parts:
+        return np.zeros(0, OPS)
+    ops = np.concatenate(parts)
+    # Rows that follow each other without a gap on both sides are one longer row.
+    dense = (ops["device_stride"] == ops["width"]) & (ops["host_stride"] == ops["width"])
+    ops["width"][dense] *= ops["depth"][dense]
+    ops["depth"][dense] = 1
+    return ops
+
+
+def split_rows(ops: Records) -> Records:
+    """The same bytes with a depth of 1."""
+    if not len(ops) or int(ops["depth"].max()) == 1:
+        return ops
+    counts = ops["depth"].astype(np.int64)
+    rows = np.repeat(ops, counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    step = (np.arange(len(rows)) - first).astype(np.uint64)
+    rows["device"] += step * rows["device_stride"]
+    rows["host"] += step * rows["host_stride"]
+    rows["depth"] = 1
+    return rows
+
+
+def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
+    """Cut a restore's layers into groups: many, so that the engine's first layers start early,
+    but none so small that operations rather than bytes set the pace.
+
+    Args:
+        work: Each pool of the restore with its runs.
+        layers: Layers of the rank; a group may have layers without bytes.
+
+    Returns: (first, end) of each group, in order, covering 0 to `layers`.
+    """
+    total = sum(int(runs["pages"].sum()) * plan.group(0, layers).page_bytes for plan, runs in work)
+
+    def count(groups: list[tuple[int, int]]) -> int:
+        return sum(
+            len(runs) * len(plan.group(first, end).progressions)
+            for plan, runs in work
+            for first, end in groups
+        )
+
+    whole = [(0, layers)]
+    fewest = count(whole)
+    for wanted in GROUP_COUNTS:
+        if wanted > layers or total < wanted * GROUP_BYTES:
+            continue
+        edges = [layers * n // wanted for n in range(wanted + 1)]
+        groups = list(pairwise(edges))
+        ops = count(groups)
+        if ops <= fewest or total >= ops * GROUP_OP_BYTES:
+            return groups
+    return whole
+
+
+def progressions(points: Sequence[tuple[int, int]], widest: int) -> Iterator[list[tuple[int, int]]]:
+    """Split sorted (device, host) points into few arithmetic progressions.
+
+    Both steps are at least `widest`: no row that merging can make reaches into the next one.
+    The longest that begins at the lowest point is taken first: not always the fewest, but exact
+    for layers that lie at one stride, and quick.
+    """
+    left = dict.fromkeys(points)
+    while left:
+        candidates = list(islice(left, _LOOKAHEAD + 1))
+        device, offset = first = candidates[0]
+        best = [first]
+        for second in candidates[1:]:
+            step = second[0] - device, second[1] - offset
+            if step[0] < widest or step[1] < widest:
+                continue
+            members = [first]
+            while (following := (members[-1][0] + step[0], members[-1][1] + step[1])) in left:
+                members.append(following)
+            if len(members) > len(best):
+                best = members
+        for member in best:
+            del left[member]
+        yield best

@@ -1,0 +1,380 @@
+"""The copier's loop: messages from control in, copies submitted, retirements reported.
+
+One thread. It never waits for one rank: a job whose page numbers are not there yet is looked at
+again on the next turn, and at most two pieces of work a direction are on the wire.
+"""
+
+from __future__ import annotations
+
+import enum
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, Marker
+from tierd.copier.plan import Direction, PlanError
+from tierd.copier.session import Job, Piece, Session, open_session
+from tierd.wire import layout, messages
+from tierd.wire.errors import TierdError
+from tierd.wire.messages import BackupJob, RestoreJob, ToCopier
+
+READY_TIMEOUT_S = 20.0
+"""A job whose ready words are not set by then fails: its rank is stuck, or its stream is."""
+DRAIN_TIMEOUT_S = 10.0
+"""Copies that have not retired by then never will: the process ends and takes them with it."""
+IN_FLIGHT = 2
+"""Pieces a direction on the wire: one is copied while the next one is prepared."""
+PAUSE_S = 20e-6
+"""Between two looks at markers and ready words. The kernel adds its timer slack of 50 us."""
+_ERROR_CHARS = 4096
+_UNWANTED = "the rank has moved its fence: nobody wants this any more"
+
+
+class Pace(enum.Enum):
+    """What a turn of the loop leaves to do: more at once, look again soon, nothing at all."""
+
+    BUSY = enum.auto()
+    WAITING = enum.auto()
+    IDLE = enum.auto()
+
+
+@dataclass
+class _Lane:
+    """One direction: what is on the wire, and whose turn it is."""
+
+    direction: Direction
+    wire: deque[tuple[Marker, Job]] = field(default_factory=deque)
+    turns: deque[int] = field(default_factory=deque)
+
+
+class Worker:
+    """Serves one device until control says so or goes away.
+
+    Args:
+        channel: The conversation with control.
+        backend: The device.
+        device: Its name, as control knows it.
+        ready_timeout_s: How long a job waits for its ready words.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        channel: Channel[ToCopier],
+        backend: Backend,
+        device: str,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._backend = backend
+        self._ready_timeout_s = ready_timeout_s
+        self._clock = clock
+        self._chunks: dict[int, Chunk] = {}
+        self._users: dict[int, int] = {}
+        self._new_chunks: deque[tuple[messages.AddChunk, list[int]]] = deque()
+        self._dropped_chunks: set[int] = set()
+        self._sessions: dict[int, Session] = {}
+        self._leaving: list[Session] = []
+        self._lanes = {direction: _Lane(direction) for direction in Direction}
+        self._stopping = False
+        self._say(messages.CopierReady(device=device, detail=backend.detail()))
+
+    def run(self) -> None:
+        """Work until control ends the conversation; then let what is on the wire retire and close
+        every mapping.
+
+        Raises:
+            DeviceLostError: the device is unusable, or copies do not retire. The process must end
+                at once: only its death stops the copies.
+            ProtocolError: control said something that makes no sense.
+        """
+        poller = select.poll()
+        try:
+            while not self._stopping:
+                pace = self.turn()
+                if pace is Pace.WAITING:
+                    time.sleep(PAUSE_S)
+                elif pace is Pace.IDLE:
+                    out = select.POLLOUT if self._channel.wants_write else 0
+                    poller.register(self._channel, select.POLLIN | out)
+                    poller.poll()
+        except ChannelClosed:
+            pass
+        self.stop()
+
+    def turn(self) -> Pace:
+        """Do what can be done now, without waiting for anything.
+
+        Raises: ChannelClosed: control is gone. DeviceLostError, ProtocolError: as `run`.
+        """
+        received = self._channel.receive()
+        self._channel.flush()
+        for message, fds in received:
+            self._handle(message, fds)
+        moved = bool(received) | self._map_one_chunk()
+        restores, backups = self._lanes[Direction.RESTORE], self._lanes[Direction.BACKUP]
+        for lane in (restores, backups):
+            moved |= self._retire(lane)
+        self._let_go()
+        while self._submit(restores):
+            moved = True
+        # One at a time: the next restore's turn comes before the next backup's.
+        moved |= self._submit(backups)
+        if moved:
+            return Pace.BUSY
+        return Pace.WAITING if any(s.unfinished for s in self._sessions.values()) else Pace.IDLE
+
+    def stop(self) -> None:
+        """Drop what has not been submitted, wait for what has, and close every mapping.
+
+        Raises: DeviceLostError: copies did not retire in DRAIN_TIMEOUT_S.
+        """
+        self._stopping = True
+        deadline = self._clock() + DRAIN_TIMEOUT_S
+        for session in list(self._sessions.values()):
+            self._detach(session, "the copier is shutting down")
+        while True:
+            for lane in self._lanes.values():
+                self._retire(lane)
+            self._let_go()
+            if not self._sessions:
+                break
+            if self._clock() > deadline:
+                raise DeviceLostError("copies on the wire do not retire")
+            time.sleep(PAUSE_S)
+        for _, fds in self._new_chunks:
+            close_all(fds)
+        for chunk in self._chunks.values():
+            chunk.close()
+        self._chunks.clear()
+        self._backend.close()
+        self._channel.drain(1.0)
+        self._channel.close()
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _say(self, message: messages.FromCopier) -> None:
+        # Control's end is noticed where the channel is read; what was to be said to it is moot.
+        if not self._channel.closed:
+            try:
+                self._channel.send(message)
+            except ChannelClosed:
+                return
+
+    def _handle(self, message: ToCopier, fds: list[int]) -> None:
+        if isinstance(message, messages.AddChunk):
+            self._new_chunks.append((message, fds))
+            return
+        try:
+            if isinstance(message, BackupJob | RestoreJob):
+                self._accept(message)
+            elif isinstance(message, messages.Attach):
+                self._attach(message, fds)
+            elif isinstance(message, messages.Detach):
+                session = self._sessions.get(message.session)
+                if session is None:
+                    self._say(messages.Detached(session=message.session))
+                else:
+                    self._detach(session, "the rank is gone")
+            elif isinstance(message, messages.DropChunk):
+                self._drop_chunk(message.chunk)
+            else:
+                self._stopping = True
+        finally:
+            close_all(fds)
+
+    def _map_one_chunk(self) -> bool:
+        """One a turn: pinning takes milliseconds, and a restore may be waiting."""
+        if not self._new_chunks:
+            return False
+        message, fds = self._new_chunks.popleft()
+        error = ""
+        try:
+            if message.chunk in self._chunks:
+                raise BackendError(f"chunk {message.chunk} is mapped already")
+            if len(fds) != 1:
+                raise BackendError(f"{len(fds)} descriptors came with chunk {message.chunk}")
+            self._chunks[message.chunk] = self._backend.map_chunk(fds[0], message.size)
+        except BackendError as failure:
+            error = str(failure)
+        finally:
+            close_all(fds)
+        self._say(messages.ChunkReady(chunk=message.chunk, error=error[:_ERROR_CHARS]))
+        return True
+
+    def _drop_chunk(self, number: int) -> None:
+        for entry in list(self._new_chunks):
+            if entry[0].chunk == number:
+                self._new_chunks.remove(entry)
+                close_all(entry[1])
+        if self._users.get(number):
+            self._dropped_chunks.add(number)
+            return
+        chunk = self._chunks.pop(number, None)
+        if chunk is not None:
+            chunk.close()
+        self._say(messages.ChunkDropped(chunk=number))
+
+    def _attach(self, message: messages.Attach, fds: list[int]) -> None:
+        error, paths = "", []
+        try:
+            if message.session in self._sessions:
+                raise BackendError(f"session {message.session} is attached already")
+            session = open_session(message, fds, self._backend)
+        except DeviceLostError:
+            raise
+        except TierdError as failure:
+            error = str(failure)
+        else:
+            self._sessions[session.number] = session
+            for lane in self._lanes.values():
+                lane.turns.append(session.number)
+            paths = [plan.path_text for plan in session.plans]
+        self._say(
+            messages.Attached(session=message.session, paths=paths, error=error[:_ERROR_CHARS])
+        )
+
+    def _detach(self, session: Session, reason: str) -> None:
+        if session.detaching:
+            return
+        session.detaching = True
+        self._leaving.append(session)
+        for queue in session.waiting.values():
+            for job in queue:
+                job.fail(reason)
+                if job.over:
+                    self._finish(job)
+            queue.clear()
+
+    def _let_go(self) -> None:
+        """Close the mappings of detached ranks whose last copy has retired."""
+        for session in [s for s in self._leaving if not s.unfinished]:
+            self._leaving.remove(session)
+            del self._sessions[session.number]
+            for lane in self._lanes.values():
+                lane.turns.remove(session.number)
+            session.close()
+            self._say(messages.Detached(session=session.number))
+
+    def _accept(self, message: BackupJob | RestoreJob) -> None:
+        session = self._sessions.get(message.session)
+        if session is None or session.detaching:
+            error = f"session {message.session} is not attached"
+        elif isinstance(message, RestoreJob) and message.entry >= layout.RESTORE_ENTRIES:
+            error = f"`entry` {message.entry}; a segment has {layout.RESTORE_ENTRIES}"
+        else:
+            job = Job(message, session, deadline_s=self._clock() + self._ready_timeout_s)
+            session.waiting[job.direction].append(job)
+            session.unfinished += 1
+            return
+        self._say(messages.JobDone(job=message.job, ok=False, error=error))
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def _submit(self, lane: _Lane) -> bool:
+        """Submit one piece, or end one job that cannot have any. False: nothing to do now."""
+        if len(lane.wire) >= IN_FLIGHT:
+            return False
+        for _ in range(len(lane.turns)):
+            session = self._sessions[lane.turns[0]]
+            lane.turns.rotate(-1)
+            queue = session.waiting[lane.direction]
+            if queue and self._advance(lane, queue):
+                return True
+        return False
+
+    def _advance(self, lane: _Lane, queue: deque[Job]) -> bool:
+        job = queue[0]
+        if not job.started and not job.error:
+            self._start(job)
+        if job.upcoming is not None:
+            if job.wanted():
+                self._submit_piece(lane, job, job.upcoming)
+            else:
+                job.fail(_UNWANTED)
+        elif not job.started and not job.error:
+            return False
+        if job.upcoming is None:
+            queue.popleft()
+            if job.over:
+                self._finish(job)
+        return True
+
+    def _submit_piece(self, lane: _Lane, job: Job, piece: Piece) -> None:
+        session, message = job.session, job.message
+        try:
+            self._backend.submit(lane.direction, piece.batch)
+            if isinstance(message, RestoreJob):
+                words = [session.segment.layer_offset(message.entry, n) for n in piece.layers]
+                self._backend.write_words(session.attachment, words, message.generation)
+        except BackendError as failure:
+            job.fail(str(failure))
+        # After an error too: some of the piece may be on the wire.
+        lane.wire.append((self._backend.record(lane.direction), job))
+        job.outstanding += 1
+        if not job.error:
+            job.proceed()
+
+    def _start(self, job: Job) -> None:
+        """Let a job begin if its page numbers are there, or fail it."""
+        try:
+            if not job.indices_ready():
+                if self._clock() < job.deadline_s:
+                    return
+                raise PlanError(
+                    f"the rank's ready words were not set within {self._ready_timeout_s:g} s"
+                )
+            if not job.wanted():
+                raise PlanError(_UNWANTED)
+            job.start(self._chunks, self._clock())
+        except PlanError as failure:
+            job.fail(str(failure))
+            return
+        job.session.consume(job)
+        for chunk in job.chunks:
+            self._users[chunk] = self._users.get(chunk, 0) + 1
+
+    def _retire(self, lane: _Lane) -> bool:
+        moved = False
+        while lane.wire and self._backend.retired(lane.wire[0][0]):
+            _, job = lane.wire.popleft()
+            job.outstanding -= 1
+            moved = True
+            if job.over:
+                self._finish(job)
+        return moved
+
+    def _finish(self, job: Job) -> None:
+        """Nothing of the job is on the wire: judge it, tell the rank and control."""
+        session, message = job.session, job.message
+        if not job.error and not job.wanted():
+            job.error = _UNWANTED
+        ok = not job.error
+        session.consume(job)
+        if isinstance(message, RestoreJob):
+            if not ok:
+                session.segment.release(message.entry)
+            session.segment.set_verdict(message.entry, message.generation, ok)
+        self._say(
+            messages.JobDone(
+                job=message.job,
+                ok=ok,
+                error=job.error[:_ERROR_CHARS],
+                pages=job.pages if ok else 0,
+                copied_bytes=job.nbytes if ok else 0,
+                seconds=self._clock() - job.started_s if ok else 0.0,
+            )
+        )
+        session.unfinished -= 1
+        for number in job.chunks:
+            self._users[number] -= 1
+            if not self._users[number]:
+                del self._users[number]
+                if number in self._dropped_chunks:
+                    self._dropped_chunks.discard(number)
+                    self._drop_chunk(number)
