@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tierd_client.device import Exports, Ring, page_numbers, ring_pieces, store_page_numbers
 
 from tierd.wire.errors import RefusedError, TierdError
 from tierd.wire.layout import Segment
 from tierd.wire.messages import Allocation
+from tierd_client.device import Exports, Ring, page_numbers, ring_pieces, store_page_numbers
 
 try:
     from cuda.bindings import driver
@@ -105,11 +105,13 @@ class CudaDevice:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with self._current():
-            # CUDA loads a kernel at its first launch, and may wait for the whole GPU then: not in
-            # the hot path, where a stream may be waiting for a layer.
+            # CUDA loads a kernel at its first launch, and holds other streams back until those
+            # that run have come to an end: not later, when one may be waiting for a layer.
             for dtype in (torch.int64, torch.int32):
-                slots = torch.zeros(2, dtype=dtype, device=f"cuda:{self._index}")
-                page_numbers([slots, slots], [1, 2])
+                slots = torch.zeros(128, dtype=dtype, device=f"cuda:{self._index}")
+                for tokens in (1, 64):
+                    list(page_numbers([slots], [tokens], 256))
+                    list(page_numbers([slots, slots[:64]], [tokens] * 2, 256))
             try:
                 _call(driver.cuMemHostRegister, address, len(memory), flags)
             except CudaError as error:
@@ -128,22 +130,25 @@ class CudaDevice:
         page_tokens: Sequence[int],
     ) -> int:
         segment = self._adopted()
-        numbers = page_numbers(slots, page_tokens)
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
-        if not numbers.is_cuda:
-            # In place before the call that marks them ready can be made.
-            store_page_numbers(target, position, numbers)
-            return len(numbers)
-        stream = self._stream()
-        # `numbers` was allocated on the current stream, which copies it: when the caching
-        # allocator gives its memory to somebody else on this stream, the copy has run.
-        source = numbers.data_ptr()
         start = self._host + segment.offsets["backup_ring" if ring == "backup" else "restore_ring"]
-        # The driver's call, not Tensor.copy_: torch knows only its own pinned memory as pinned,
-        # and would wait for the copy.
-        for at, first, count in ring_pieces(position, len(numbers), len(target)):
-            _call(driver.cuMemcpyDtoHAsync, start + at * 8, source + first * 8, count * 8, stream)
-        return len(numbers)
+        stream = self._stream()
+        end = position
+        for numbers in page_numbers(slots, page_tokens, len(target)):
+            if numbers.is_cuda:
+                # `numbers` was allocated on the current stream, which copies it: when the caching
+                # allocator gives its memory to somebody else on this stream, the copy has run.
+                source = numbers.data_ptr()
+                # The driver's call, not Tensor.copy_: torch knows only its own pinned memory as
+                # pinned, and would wait for the copy.
+                for at, first, count in ring_pieces(end, len(numbers), len(target)):
+                    place, piece = start + at * 8, source + first * 8
+                    _call(driver.cuMemcpyDtoHAsync, place, piece, count * 8, stream)
+            else:
+                # In place before the call that marks them ready can be made.
+                store_page_numbers(target, end, numbers)
+            end += len(numbers)
+        return end - position
 
     def mark_ready(self, ticket: int) -> None:
         segment = self._adopted()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal, Protocol
 
 import numpy as np
@@ -79,11 +80,12 @@ class Device(Protocol):
         Args:
             slots: Token slots, whole pages in page order. Each: shape (pages * page_tokens[i],),
                 int64 or int32; all on the rank's device, or all on the CPU.
-            page_tokens: Tokens of a page of each. Tensors of one page size side by side cost one
-                division for all of them.
+            page_tokens: Tokens of a page of each. Neighbours of one page size are written by one
+                copy (two around the end of the ring), so a caller puts them side by side.
 
         Returns: how many page numbers were written.
-        Raises: ValueError: more than the ring holds.
+        Raises: ValueError: more than the ring holds, or a page that is not whole; nothing has
+            been written then.
         """
 
     def mark_ready(self, ticket: int) -> None:
@@ -133,35 +135,38 @@ def open_device(
     raise RefusedError(f"KV buffers on a {device.type!r} device; tierd serves CUDA and CPU tensors")
 
 
-def page_numbers(slots: Sequence[torch.Tensor], page_tokens: Sequence[int]) -> torch.Tensor:
-    """The page that each run of `page_tokens[i]` slots of `slots[i]` lies in.
+def page_numbers(
+    slots: Sequence[torch.Tensor], page_tokens: Sequence[int], ring_size: int
+) -> Iterator[torch.Tensor]:
+    """The page that each run of `page_tokens[i]` slots of `slots[i]` lies in, in order.
 
-    One concatenation, and one division for each run of equal page sizes, whatever the number of
-    tensors: every torch operation on the scheduler thread costs microseconds.
+    Yields one tensor for neighbours of one page size, made by three torch operations whatever
+    their number: each operation costs microseconds on the scheduler thread. Each: shape
+    (pages,), int64, on the slots' device; a copy, on the current stream.
 
-    Shape: (sum of len(slots[i]) // page_tokens[i],), int64, on the slots' device.
+    Raises: ValueError: more page numbers than the ring holds, or a page that is not whole.
     """
-    firsts = [t[::n] if n > 1 else t for t, n in zip(slots, page_tokens, strict=True)]
-    numbers = torch.cat(firsts)
-    if numbers.dtype != torch.int64:
-        numbers = numbers.to(torch.int64)
-    ends = [0, *accumulate(len(first) for first in firsts)]
-    for tokens, run in groupby(range(len(firsts)), key=lambda i: page_tokens[i]):
+    pages = 0
+    for t, tokens in zip(slots, page_tokens, strict=True):
+        whole, rest = divmod(len(t), tokens)
+        if rest:
+            raise ValueError(f"{len(t)} slots are not whole pages of {tokens} tokens")
+        pages += whole
+    if pages > ring_size:
+        raise ValueError(f"{pages} page numbers; the ring holds {ring_size}")
+    for tokens, run in groupby(zip(slots, page_tokens, strict=True), key=itemgetter(1)):
+        # Of whole pages, the first slots stay `tokens` apart when joined.
+        numbers = torch.cat([t for t, _ in run])
         if tokens > 1:
-            first, *rest = run
-            last = rest[-1] if rest else first
-            numbers[ends[first] : ends[last + 1]].floor_divide_(tokens)
-    return numbers
+            numbers = numbers[::tokens] // tokens
+        yield numbers.to(torch.int64)
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:
-    """Where `count` elements from absolute `position` on lie in a ring of `size` elements.
+    """Where `count` elements, at most `size`, from absolute `position` on lie in a ring.
 
     Returns: one piece, or two around the end: (first ring element, first of the count, length).
-    Raises: ValueError: they do not fit.
     """
-    if count > size:
-        raise ValueError(f"{count} page numbers; the ring holds {size}")
     at = position % size
     head = min(count, size - at)
     pieces = [(at, 0, head), (0, head, count - head)]

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from tierd_client.device import Exports, Ring, page_numbers, store_page_numbers
 
 from tierd.wire.errors import RefusedError
 from tierd.wire.layout import TICKETS, Segment
 from tierd.wire.messages import Allocation
+from tierd_client.device import Exports, Ring, page_numbers, store_page_numbers
 
 _SPINS = 200
 """Looks at a layer word before sleeping: a layer of a small pool lands within this time."""
@@ -68,10 +68,12 @@ class HostDevice:
         page_tokens: Sequence[int],
     ) -> int:
         segment = self._adopted()
-        numbers = page_numbers(slots, page_tokens)
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
-        store_page_numbers(target, position, numbers)
-        return len(numbers)
+        end = position
+        for numbers in page_numbers(slots, page_tokens, len(target)):
+            store_page_numbers(target, end, numbers)
+            end += len(numbers)
+        return end - position
 
     def mark_ready(self, ticket: int) -> None:
         self._adopted().ready[ticket % TICKETS] = ticket

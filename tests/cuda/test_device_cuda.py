@@ -181,7 +181,10 @@ def test_a_flush_never_waits_for_the_gpu(
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         slots = [torch.arange(0, 64, device="cuda"), torch.tensor([7, 9], device="cuda")]
+        # A first flush allocates, and CUDA lets streams wait for each other then.
+        device.write_page_numbers("backup", 100, slots, [16, 1])
     stream.synchronize()
+    segment.fields.backup_ring[:] = 0
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(stream):

@@ -154,16 +154,23 @@ def test_token_slots_become_the_pages_that_they_lie_in(pools: list[tuple[list[in
         torch.tensor([page * n + token for page in pages for token in range(n)], dtype=torch.int64)
         for pages, n in pools
     ]
-    numbers = page_numbers(slots, [n for _, n in pools])
-    assert numbers.dtype == torch.int64
-    assert numbers.tolist() == [page for pages, _ in pools for page in pages]
+    runs = list(page_numbers(slots, [n for _, n in pools], 30))
+    assert all(run.dtype == torch.int64 for run in runs)
+    assert torch.cat(runs).tolist() == [page for pages, _ in pools for page in pages]
+
+
+def test_neighbours_of_one_page_size_become_one_tensor() -> None:
+    slots = [torch.arange(8), torch.arange(16, 20), torch.tensor([5]), torch.tensor([6])]
+    runs = [run.tolist() for run in page_numbers(slots, [4, 4, 1, 1], 5)]
+    assert runs == [[0, 1, 4], [5, 6]]
 
 
 def test_the_slots_themselves_are_left_alone() -> None:
     one_token, int32 = torch.tensor([6, 7]), torch.arange(8, 16, dtype=torch.int32)
-    assert page_numbers([one_token], [1]).tolist() == [6, 7]
-    assert page_numbers([int32], [4]).tolist() == [2, 3]
-    assert page_numbers([one_token, int32], [1, 4]).tolist() == [6, 7, 2, 3]
+    (pages,) = page_numbers([one_token], [1], 8)
+    pages += 1
+    (pages,) = page_numbers([int32], [4], 8)
+    assert (pages.tolist(), pages.dtype) == ([2, 3], torch.int64)
     assert one_token.tolist() == [6, 7]
     assert int32.tolist() == list(range(8, 16))
 
@@ -172,10 +179,7 @@ def test_the_slots_themselves_are_left_alone() -> None:
 def test_ring_pieces_cover_each_element_once_and_in_order(
     position: int, count: int, size: int
 ) -> None:
-    if count > size:
-        with pytest.raises(ValueError, match=f"holds {size}"):
-            ring_pieces(position, count, size)
-        return
+    count = min(count, size)
     pieces = ring_pieces(position, count, size)
     covered = [(at + i, first + i) for at, first, length in pieces for i in range(length)]
     assert covered == [((position + i) % size, i) for i in range(count)]
@@ -190,7 +194,10 @@ def test_page_numbers_wrap_around_the_end_of_each_ring(
     assert device.write_page_numbers("restore", 7, [torch.tensor([3, 4])], [1]) == 2
     assert segment.fields.restore_ring[[7, 0]].tolist() == [3, 4]
     with pytest.raises(ValueError, match="17 page numbers; the ring holds 16"):
-        device.write_page_numbers("backup", 0, [torch.arange(17)], [1])
+        device.write_page_numbers("backup", 0, [torch.arange(15), torch.arange(4)], [1, 2])
+    with pytest.raises(ValueError, match="6 slots are not whole pages of 4 tokens"):
+        device.write_page_numbers("backup", 0, [torch.arange(4), torch.arange(6)], [1, 4])
+    assert np.count_nonzero(segment.fields.backup_ring) == 4, "nothing of it was written"
 
 
 # --- words ------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 
 from tierd.wire import layout
 from tierd.wire.errors import ProtocolError
-from tierd.wire.messages import Allocation, PoolSpec
+from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
 
 CHUNK_BYTES = 64 << 20
 """The unit in which pools claim host memory."""
@@ -101,6 +102,53 @@ def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) ->
                 raise ProtocolError(
                     f"{where}: its last page ends at byte {end} of an allocation of {size}"
                 )
+    _check_overlap(pools)
+
+
+def _check_overlap(pools: Sequence[PoolSpec]) -> None:
+    """Refuse buffers that share a byte, within a pool or between two.
+
+    Buffers whose extents cross must have one stride, and then rows that keep apart in it: the
+    rows of a page side by side. That also refuses a few strange arrangements that share none.
+    """
+    by_allocation: dict[int, list[_Extent]] = {}
+    for pool in pools:
+        for number, buffer in enumerate(pool.buffers):
+            end = buffer.offset + (pool.num_pages - 1) * buffer.page_stride + buffer.row_bytes
+            extent = _Extent(buffer.offset, end, buffer, f"pool {pool.name!r}, buffer {number}")
+            by_allocation.setdefault(buffer.allocation, []).append(extent)
+    for extents in by_allocation.values():
+        extents.sort(key=lambda extent: extent.start)
+        group: list[_Extent] = []
+        group_end = 0
+        for extent in extents:
+            if extent.start >= group_end:
+                _check_interleaved(group)
+                group = []
+            group.append(extent)
+            group_end = max(group_end, extent.end)
+        _check_interleaved(group)
+
+
+class _Extent(NamedTuple):
+    """From the first to past the last byte of a buffer."""
+
+    start: int
+    end: int
+    buffer: BufferSpec
+    where: str
+
+
+def _check_interleaved(group: Sequence[_Extent]) -> None:
+    """Refuse buffers with crossing extents unless their rows keep apart in one common stride."""
+    if len(group) < 2:
+        return
+    stride = group[0].buffer.page_stride
+    ordered = sorted(group, key=lambda extent: extent.start % stride)
+    for extent, follower in zip(ordered, ordered[1:] + ordered[:1], strict=True):
+        gap = (follower.start - extent.start) % stride
+        if extent.buffer.page_stride != stride or not gap or extent.buffer.row_bytes > gap:
+            raise ProtocolError(f"{extent.where} and {follower.where}: their pages overlap")
 
 
 def geometry_of(pools: Sequence[PoolSpec]) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:

@@ -127,7 +127,8 @@ class Segment:
         self.layers[entry] = self.awaited[entry]
 
     def set_verdict(self, entry: int, generation: int, landed: bool) -> None:
-        self.verdict[entry] = generation << 2 | (LANDED if landed else FAILED)
+        # int(): a generation that comes out of the segment is a uint32, and would lose its top.
+        self.verdict[entry] = int(generation) << 2 | (LANDED if landed else FAILED)
 
     def get_verdict(self, entry: int, generation: int) -> int:
         """PENDING, LANDED or FAILED."""
