@@ -1,0 +1,242 @@
+"""The `tierd` command as a user meets it: real processes, real sockets, exit statuses and words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+TIERD = [sys.executable, "-m", "tierd"]
+TIMEOUT_S = 60
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command to its end, on a wide terminal."""
+    return subprocess.run(
+        [*TIERD, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "COLUMNS": "250"},
+    )
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line of its output; empty if it ends, or says nothing in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
+    return process.stdout.readline() if ready else ""
+
+
+class Daemon:
+    """A `tierd serve` that has said that it is ready."""
+
+    def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
+        self.path = path
+        self.process = subprocess.Popen(
+            [*TIERD, "serve", "--socket", str(path), "--memory=256MiB", "--devices=host:2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **environ},
+        )
+        self.ready_line = read_line(self.process)
+
+    def tierd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run(*arguments, "--socket", str(self.path))
+
+    def family(self) -> list[psutil.Process]:
+        """The daemon and every process it started."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def daemon_on(path: Path, **environ: str) -> Iterator[Daemon]:
+    daemon = Daemon(path, environ)
+    try:
+        yield daemon
+    finally:
+        if daemon.process.poll() is None:
+            os.killpg(daemon.process.pid, signal.SIGKILL)
+        daemon.process.wait(TIMEOUT_S)
+        assert daemon.process.stdout is not None
+        daemon.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with daemon_on(tmp_path_factory.mktemp("daemon") / "tierd.sock") as running:
+        yield running
+
+
+def test_the_ready_line_says_where_and_with_what(daemon: Daemon) -> None:
+    assert daemon.ready_line.startswith(f"tierd ready on {daemon.path}, 256.0 MiB, ")
+    assert "host:0, host:1" in daemon.ready_line
+
+
+def test_status_is_one_object_for_programs(daemon: Daemon) -> None:
+    status = json.loads(daemon.tierd("status", "--json").stdout)
+    assert status["pid"] == daemon.process.pid
+    assert status["memory"]["total_bytes"] == 256 << 20
+    assert [copier["device"] for copier in status["copiers"]] == ["host:0", "host:1"]
+    assert {copier["state"] for copier in status["copiers"]} == {"ready"}
+
+
+def test_status_is_tables_for_people(daemon: Daemon) -> None:
+    status = daemon.tierd("status")
+    assert status.returncode == 0
+    for words in ("Pools", "Engines", "Copiers", "copy path", "hit rate", "host:1", "256.0 MiB"):
+        assert words in status.stdout
+
+
+def test_pause_is_seen_until_resume(daemon: Daemon) -> None:
+    assert daemon.tierd("pause").stdout.startswith("paused")
+    assert "PAUSED" in daemon.tierd("status").stdout
+    assert daemon.tierd("resume").stdout.startswith("resumed")
+    assert json.loads(daemon.tierd("status", "--json").stdout)["paused"] is False
+
+
+def test_clear_says_what_it_dropped(daemon: Daemon) -> None:
+    assert daemon.tierd("clear").stdout.startswith("cleared")
+    assert isinstance(json.loads(daemon.tierd("clear", "--json").stdout), dict)
+
+
+def test_watch_goes_on_until_ctrl_c(daemon: Daemon) -> None:
+    command = [*TIERD, "status", "--json", "--watch", "--interval=0.1"]
+    with subprocess.Popen(
+        [*command, "--socket", str(daemon.path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as watch:
+        looks = [json.loads(read_line(watch)) for _ in range(3)]
+        watch.send_signal(signal.SIGINT)
+        _, errors = watch.communicate(timeout=TIMEOUT_S)
+    assert looks[0]["uptime_s"] < looks[2]["uptime_s"]
+    assert (watch.returncode, errors) == (0, "")
+
+
+def test_a_second_daemon_on_a_live_socket_is_refused(daemon: Daemon) -> None:
+    second = daemon.tierd("serve", "--devices=host", "--memory=64MiB")
+    assert second.returncode == 2
+    assert str(daemon.path) in second.stderr
+    assert daemon.tierd("status").returncode == 0
+
+
+def test_neither_control_nor_a_copier_has_torch_in_it(daemon: Daemon) -> None:
+    family = daemon.family()
+    assert len(family) == 3
+    for process in family:
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_importing_tierd_imports_no_torch() -> None:
+    modules = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, tierd.cli.main, tierd.control.server, tierd.copier.worker;"
+            "print(*sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
+    ).stdout.split()
+    assert "tierd.control.server" in modules
+    assert "torch" not in modules
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_ends_everything_and_leaves_nothing(
+    tmp_path: Path, stop: signal.Signals
+) -> None:
+    with daemon_on(tmp_path / "run" / "tierd.sock") as daemon:
+        family = daemon.family()
+        os.killpg(daemon.process.pid, stop)
+        assert daemon.process.wait(TIMEOUT_S) == 0
+        gone, alive = psutil.wait_procs(family, TIMEOUT_S)
+        assert (len(gone), alive) == (3, [])
+        assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_sigterm_to_the_daemon_alone_ends_its_copiers_too(tmp_path: Path) -> None:
+    with daemon_on(tmp_path / "tierd.sock") as daemon:
+        family = daemon.family()
+        daemon.process.terminate()
+        assert daemon.process.wait(TIMEOUT_S) == 0
+        assert psutil.wait_procs(family, TIMEOUT_S)[1] == []
+
+
+def test_a_stale_socket_file_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "tierd.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with daemon_on(path) as daemon:
+        assert daemon.ready_line.startswith("tierd ready")
+        assert daemon.tierd("status").returncode == 0
+
+
+def test_a_service_manager_is_told_when_engines_can_connect(tmp_path: Path) -> None:
+    address = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(address))
+        manager.settimeout(TIMEOUT_S)
+        with daemon_on(tmp_path / "tierd.sock", NOTIFY_SOCKET=str(address)) as daemon:
+            assert manager.recv(64) == b"READY=1"
+            assert daemon.tierd("status").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["status", "clear", "pause", "resume"])
+def test_without_a_daemon_one_line_says_how_to_start_one(tmp_path: Path, command: str) -> None:
+    answer = run(command, "--socket", str(tmp_path / "none.sock"))
+    assert answer.returncode == 3
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1
+    assert f"tierd serve --socket {tmp_path / 'none.sock'}" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory=8PiB", "--devices=host"], "--memory 8PiB is more than"),
+        (["--memory=63MiB", "--devices=host"], "at least one chunk of 64.0 MiB"),
+        (["--memory=lots", "--devices=host"], "write one like 64GiB"),
+        (["--devices=GPU-none"], "there is no GPU 'GPU-none'"),
+        (["--config=/nonexistent.toml"], "/nonexistent.toml"),
+        (["--socket=/proc/tierd/tierd.sock", "--devices=host"], "cannot create its directory"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    arguments: list[str], words: str
+) -> None:
+    refused = run("serve", *arguments)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_the_config_file_of_a_daemon_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "tierd.toml"
+    file.write_text('memroy = "1GiB"\n')
+    refused = run("serve", "--config", str(file))
+    assert refused.returncode == 2
+    assert "unknown key `memroy`" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "pause", "resume", "demo"])
+def test_help_teaches_by_example(command: str) -> None:
+    assert f"tierd {command}" in run(command, "--help").stdout.split("Examples:")[1]
