@@ -94,9 +94,7 @@ class Register(Message, frozen=True, tag="register"):
     device: Name
     pid: U32
     next_seq: U63
-    allocations: Annotated[
-        list[Allocation], Meta(min_length=1, max_length=limits.MAX_ALLOCATIONS)
-    ]
+    allocations: Annotated[list[Allocation], Meta(min_length=1, max_length=limits.MAX_ALLOCATIONS)]
     pools: Annotated[list[PoolSpec], Meta(min_length=1, max_length=limits.MAX_POOLS)]
 
 
@@ -194,13 +192,11 @@ class BackupItem(Struct, array_like=True, frozen=True):
 
 class Flush(Message, frozen=True, tag="flush"):
     """A step's backups. Page numbers are valid in the ring once both ready words of `ticket` say
-    so; `ring_end` is the absolute ring position after the last of them; `fence` is the value of
-    the fence word that the copier must still find after its copies."""
+    so; `fence` is the value of the fence word that the copier must still find after its copies."""
 
     epoch: OptionalName
     ticket: U32
     fence: U32
-    ring_end: U63
     items: Annotated[list[BackupItem], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
     keys: bytes
 
@@ -232,7 +228,6 @@ class Restore(Message, frozen=True, tag="restore"):
     generation: U32
     ticket: U32
     fence: U32
-    ring_end: U63
     items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=4096)]
     keys: bytes
 

@@ -1,0 +1,207 @@
+"""The connection to a daemon: lifeline, ZeroMQ socket and process handles, without blocking.
+
+Knows how to get one and when it is lost. What a loss means is the client's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.wire import codec, messages
+from tierd.wire.errors import ProtocolError, RefusedError
+
+log = logging.getLogger("tierd_client")
+
+REGISTER_TIMEOUT_S = 30.0
+"""A daemon that pins memory answers late; one that never answers is given up."""
+QUEUED_MESSAGES = 1000
+
+
+class LinkState(enum.Enum):
+    DOWN = "down"
+    REGISTERING = "registering"
+    UP = "up"
+
+
+class ProcessHandle:
+    """A process of the daemon's, by its pidfd: valid in any container, never reused."""
+
+    def __init__(self, pidfd: int) -> None:
+        self.pidfd = pidfd
+
+    def is_dead(self) -> bool:
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+
+    def kill(self) -> None:
+        """Raises: OSError: not permitted."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.pidfd)
+
+
+class Link:
+    """One client's connection, made again as often as it is lost.
+
+    Args:
+        path: The daemon's socket.
+        retry_s: Pause between attempts.
+    """
+
+    def __init__(self, path: Path, retry_s: float) -> None:
+        self.path = path
+        self.state = LinkState.DOWN
+        self.control: ProcessHandle | None = None
+        self.copier: ProcessHandle | None = None
+        self.lease_s = 0.0
+        self.refusal: str | None = None
+        """Why the daemon refused the last registration, if it did."""
+        self._retry_s = retry_s
+        self._next_try = 0.0
+        self._give_up_at = 0.0
+        self._lifeline: Channel[messages.ToLifeline] | None = None
+        self._context = zmq.Context()
+        self._dealer: zmq.Socket[bytes] | None = None
+
+    def due(self, now: float) -> bool:
+        """Is it time for another attempt?"""
+        return self.state is LinkState.DOWN and now >= self._next_try
+
+    def register(self, message: messages.Register, fds: Sequence[int], now: float) -> bool:
+        """Connect and send a registration. False: nobody is there."""
+        self._next_try = now + self._retry_s
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(self.path))
+        except OSError:
+            sock.close()
+            return False
+        self._lifeline = Channel(sock, codec.TO_LIFELINE)
+        try:
+            self._lifeline.send(message, fds)
+        except ChannelClosed:
+            self.drop()
+            return False
+        self.state = LinkState.REGISTERING
+        self.refusal = None
+        self._give_up_at = now + REGISTER_TIMEOUT_S
+        return True
+
+    def poll(self, now: float) -> bool:
+        """Read the lifeline. True: the state, or the copier, has changed."""
+        if self._lifeline is None:
+            return False
+        before = (self.state, self.copier)
+        try:
+            self._lifeline.flush()
+            for message, fds in self._lifeline.receive():
+                self._on_lifeline(message, fds)
+        except (ChannelClosed, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                log.warning("the daemon on %s makes no sense: %s", self.path, error)
+            self.drop()
+        if self.state is LinkState.REGISTERING and now >= self._give_up_at:
+            log.warning("the daemon on %s does not answer a registration", self.path)
+            self.drop()
+        return before != (self.state, self.copier)
+
+    def _on_lifeline(self, message: messages.ToLifeline, fds: list[int]) -> None:
+        if isinstance(message, messages.Welcome) and len(fds) == 2:
+            self.control, self.copier = ProcessHandle(fds[0]), ProcessHandle(fds[1])
+            self.lease_s = message.lease_s
+            self._dealer = self._context.socket(zmq.DEALER)
+            self._dealer.setsockopt(zmq.IDENTITY, message.routing_id)
+            self._dealer.setsockopt(zmq.LINGER, 0)
+            self._dealer.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+            self._dealer.setsockopt(zmq.RCVHWM, 0)  # ours to read; never lost on the way
+            self._dealer.connect(f"ipc://{self.path}.zmq")
+            self.state = LinkState.UP
+        elif isinstance(message, messages.CopierReplaced) and len(fds) == 1:
+            self.copier = ProcessHandle(fds[0])
+        elif isinstance(message, messages.Refused):
+            close_all(fds)
+            self.refusal = message.reason
+            self.drop()
+        else:
+            close_all(fds)
+            raise ProtocolError(f"unexpected {type(message).__name__} with {len(fds)} descriptors")
+
+    def wait(self, timeout_s: float, now: float) -> None:
+        """Block until the lifeline or the ZeroMQ socket has something."""
+        poller = zmq.Poller()
+        if self._lifeline is not None and not self._lifeline.closed:
+            poller.register(self._lifeline, zmq.POLLIN)
+        if self._dealer is not None:
+            poller.register(self._dealer, zmq.POLLIN)
+        poller.poll(max(1, int(timeout_s * 1000)))
+        self.poll(now)
+
+    def send(self, message: messages.Message) -> bool:
+        """Queue a message for the daemon. False: the queue is full, or there is no daemon.
+
+        Raises: ProtocolError: the message is too large.
+        """
+        if self._dealer is None:
+            return False
+        try:
+            self._dealer.send(codec.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[messages.ToClient]:
+        """What the daemon has sent. A few microseconds if there is nothing."""
+        received: list[messages.ToClient] = []
+        if self._dealer is None:
+            return received
+        try:
+            while True:
+                received.append(codec.TO_CLIENT.decode(self._dealer.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return received
+        except ProtocolError as error:
+            log.warning("the daemon on %s makes no sense: %s", self.path, error)
+            self.drop()
+            return received
+
+    def raise_refusal(self) -> None:
+        """Raises: RefusedError: if the daemon refused the last registration."""
+        if self.refusal is not None:
+            raise RefusedError(self.refusal)
+
+    def drop(self) -> None:
+        """The connection is over. The process handles stay: their deaths still matter."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        if self._dealer is not None:
+            self._dealer.close(linger=0)
+            self._dealer = None
+        self.state = LinkState.DOWN
+        self._next_try = time.monotonic() + self._retry_s
+
+    def close(self) -> None:
+        self.drop()
+        self._context.destroy(linger=0)

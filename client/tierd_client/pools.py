@@ -1,0 +1,101 @@
+"""A rank's KV pools as the engine has them, and as the daemon is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tierd.wire.errors import RefusedError
+from tierd.wire.messages import BufferSpec, PoolSpec
+
+
+@dataclass(frozen=True)
+class DeviceBuffer:
+    """One layer's K, V, scale or state.
+
+    Attributes:
+        tensor: Shape (token slots, ...): row i belongs to token slot i, any dtype. Rows must be
+            dense; they may stand apart.
+        layer: The transfer layer it belongs to, from 0; a restore makes layers usable in order.
+    """
+
+    tensor: torch.Tensor
+    layer: int
+
+
+@dataclass(frozen=True)
+class DevicePool:
+    """One component of the KV cache.
+
+    Attributes:
+        name: `kv`, `swa`, `mamba`, ...
+        page_tokens: Token slots of a page; page p is slots p * page_tokens and on.
+        buffers: In an order that is the same in every engine that shares pages.
+    """
+
+    name: str
+    page_tokens: int
+    buffers: Sequence[DeviceBuffer]
+
+
+class PoolPages(NamedTuple):
+    """Pages of one pool.
+
+    Attributes:
+        pool: Its name.
+        keys: The pages' 32-byte keys, one after the other, in chain order.
+        slots: Their token slots, int64, shape (pages * page_tokens,), whole pages in the same
+            order. Must not be changed before the backup or restore is over.
+    """
+
+    pool: str
+    keys: bytes
+    slots: torch.Tensor
+
+
+def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:
+    """What the daemon is told of a pool.
+
+    Args:
+        places: For each buffer, its allocation and the byte offset of its first element.
+
+    Raises: RefusedError: rows that are not dense, or pages that are not.
+    """
+    specs = []
+    slots = set()
+    for number, (buffer, (allocation, offset)) in enumerate(zip(pool.buffers, places, strict=True)):
+        tensor = buffer.tensor
+        where = f"pool {pool.name!r}, buffer {number}"
+        if tensor.dim() < 1 or not tensor[:1].is_contiguous():
+            raise RefusedError(
+                f"{where}: a row of shape {tuple(tensor.shape[1:])} is not dense in memory "
+                f"(strides {tensor.stride()}); only dense rows can be carried"
+            )
+        row = tensor[:1].numel() * tensor.element_size()
+        stride = tensor.stride(0) * tensor.element_size()
+        if pool.page_tokens > 1 and stride != row:
+            raise RefusedError(
+                f"{where}: rows of {row} bytes stand {stride} bytes apart; pages of "
+                f"{pool.page_tokens} tokens need them side by side"
+            )
+        slots.add(len(tensor))
+        specs.append(
+            BufferSpec(
+                allocation=allocation,
+                offset=offset,
+                page_stride=stride * pool.page_tokens,
+                row_bytes=row * pool.page_tokens,
+                layer=buffer.layer,
+            )
+        )
+    if len(slots) != 1:
+        raise RefusedError(f"pool {pool.name!r}: its buffers have {sorted(slots)} token slots")
+    return PoolSpec(
+        name=pool.name,
+        num_pages=slots.pop() // pool.page_tokens,
+        page_tokens=pool.page_tokens,
+        buffers=specs,
+    )

@@ -1,0 +1,326 @@
+"""The index: which pages of which pool lie in which slot, who holds them, and which go next.
+
+Pure: it moves no byte. What it decides about a slot it writes to that slot's header through
+`SlotRecords`, because the header is the record that outlives this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.eviction.chain_lru import ChainLru
+from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.wire.geometry import HostLayout
+from tierd.wire.layout import COMMITTED, FREE, WRITING
+
+
+class SlotRecords(Protocol):
+    """Where the headers of a pool's slots are written."""
+
+    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def committed(self, slots: Slots) -> None: ...
+    def freed(self, slots: Slots) -> None: ...
+
+
+class PagePool:
+    """Pages of one pool of one namespace.
+
+    A slot is FREE, WRITING (reserved by one backup until all its shards have been copied, or have
+    failed and retired) or COMMITTED. A page is visible to lookups only when COMMITTED. `hold`
+    keeps committed pages from eviction: leases and pins are holds.
+    """
+
+    def __init__(
+        self, name: str, page_tokens: int, host: HostLayout, shards: int, records: SlotRecords
+    ) -> None:
+        self.name = name
+        self.page_tokens = page_tokens
+        self.host = host
+        self.shards = shards
+        self.policy = ChainLru()
+        self.evictions = 0
+        self.hits = 0
+        self.misses = 0
+        self._records = records
+        self._slots: dict[bytes, int] = {}
+        self._keys: list[bytes] = []
+        self._state: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._usable: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._holds: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._free = 0
+        # Pages whose predecessor is known by key and not here: key of it -> their slots.
+        self._orphans: dict[bytes, list[int]] = {}
+        self._orphan_of: dict[int, bytes] = {}
+
+    # --- room ---------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Slots in chunks that the pool has now."""
+        return int(np.count_nonzero(self._usable))
+
+    @property
+    def free_slots(self) -> int:
+        return self._free
+
+    @property
+    def pages(self) -> int:
+        """Committed pages."""
+        return int(np.count_nonzero(self._state == COMMITTED))
+
+    @property
+    def held(self) -> int:
+        """Pages under at least one lease or pin."""
+        return int(np.count_nonzero(self._holds))
+
+    def add_chunk(self, ordinal: int) -> None:
+        """The slots of chunk `ordinal` may be used."""
+        first, end = self._span(ordinal)
+        more = end - len(self._state)
+        if more > 0:
+            self._state = np.concatenate([self._state, np.zeros(more, np.uint8)])
+            self._usable = np.concatenate([self._usable, np.zeros(more, np.bool_)])
+            self._holds = np.concatenate([self._holds, np.zeros(more, np.int32)])
+            self._keys.extend([b""] * more)
+            self.policy.grow(end)
+        self._usable[first:end] = True
+        self._free += end - first
+
+    def coldest_chunk(self, ordinals: Sequence[int]) -> int | None:
+        """The chunk whose pages, and all that follows them, may go; the least recent first."""
+        best: tuple[int, int] | None = None
+        for ordinal in ordinals:
+            doomed = np.flatnonzero(self._doomed(ordinal))
+            if self._holds[doomed].any() or (self._state[doomed] == WRITING).any():
+                continue
+            recency = self.policy.recency(doomed)
+            if best is None or recency < best[0]:
+                best = (recency, ordinal)
+        return best[1] if best else None
+
+    def remove_chunk(self, ordinal: int) -> int:
+        """Evict every page of a chunk with all that follows them, and give its slots up.
+
+        Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
+        """
+        doomed = np.flatnonzero(self._doomed(ordinal) & (self._state == COMMITTED))
+        # Leaves first: a page is removed after everything that follows it.
+        evicted = 0
+        left = set(doomed.tolist())
+        while left:
+            leaves = [slot for slot in left if self.policy.children[slot] == 0]
+            for slot in leaves:
+                self._drop(slot)
+            left.difference_update(leaves)
+            evicted += len(leaves)
+        self.evictions += evicted
+        first, end = self._span(ordinal)
+        self._usable[first:end] = False
+        self._free -= end - first
+        return evicted
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` pages; returns how many went."""
+        gone = self.policy.evict(count, self._evictable, self._drop)
+        self.evictions += gone
+        return gone
+
+    def clear(self) -> int:
+        """Evict everything that nobody holds."""
+        return self.evict(len(self._state))
+
+    # --- pages --------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int | None:
+        """The slot of a page, whether WRITING or COMMITTED."""
+        return self._slots.get(key)
+
+    def is_committed(self, slot: int) -> bool:
+        return bool(self._state[slot] == COMMITTED)
+
+    def key_of(self, slot: int) -> bytes:
+        return self._keys[slot]
+
+    def prefix(self, keys: Sequence[bytes]) -> Slots:
+        """Slots of the longest run of committed pages from the first key on."""
+        slots = []
+        get = self._slots.get
+        for key in keys:
+            slot = get(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        found = np.array(slots, np.int64)
+        missing = np.flatnonzero(self._state[found] != COMMITTED)
+        return found[: missing[0]] if len(missing) else found
+
+    def touch(self, slots: Slots, now: int) -> None:
+        """A chain was used. Its order also teaches predecessors that were not known before."""
+        self.policy.touch(slots, now)
+        unknown = np.flatnonzero(self.policy.parent[slots[1:]] == NO_PARENT) + 1
+        for i in unknown.tolist():
+            self._adopt(int(slots[i]), int(slots[i - 1]), now)
+
+    def hold(self, slots: Slots) -> None:
+        self._holds[slots] += 1
+
+    def release(self, slots: Slots) -> None:
+        self._holds[slots] -= 1
+
+    def reserve(
+        self, keys: Sequence[bytes], parent: bytes | None, known: Sequence[int | None], now: int
+    ) -> Slots:
+        """Give slots to the pages of a chain that have none yet; they are WRITING from now on.
+
+        Args:
+            keys: The chain, in order.
+            parent: Key of the page before the first: b"" if there is none, None if not known.
+            known: Per key its slot if the page is here already, else None. Their number of Nones
+                must not exceed `free_slots`.
+            now: The caller's count.
+
+        Returns: Slots of all keys, shape (len(keys),).
+        """
+        fresh = iter(self._take(sum(slot is None for slot in known)))
+        slots = np.empty(len(keys), np.int64)
+        before = parent
+        previous: int | None = self._slots.get(parent) if parent else None
+        if parent and previous is None:
+            now = 0  # nothing can use this chain until its beginning is here
+        for i, (key, here) in enumerate(zip(keys, known, strict=True)):
+            if here is None:
+                slot = next(fresh)
+                self._place(slot, key, before, previous, now)
+            else:
+                slot = here
+                if previous is not None and self.policy.parent[slot] == NO_PARENT:
+                    self._adopt(slot, previous, now)
+            slots[i] = slot
+            before, previous = key, slot
+        if now:
+            self.policy.touch(slots, now)
+        return slots
+
+    def commit(self, slots: Slots) -> None:
+        """All shards of these WRITING pages are in place: they are visible."""
+        self._state[slots] = COMMITTED
+        self._records.committed(slots)
+
+    def abort(self, slots: Slots) -> None:
+        """These WRITING pages will not come, and nothing writes to their slots any more."""
+        for slot in reversed(slots.tolist()):
+            if self.policy.children[slot]:
+                for child in np.flatnonzero(self.policy.parent == slot).tolist():
+                    self.policy.orphan(child)
+                    self._wait_for(child, self._keys[slot])
+            self._drop(slot)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _span(self, ordinal: int) -> tuple[int, int]:
+        return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots
+
+    def _doomed(self, ordinal: int) -> npt.NDArray[np.bool_]:
+        """Slots of a chunk and of every page that follows one of them. Shape: (slots,)."""
+        first, end = self._span(ordinal)
+        doomed = np.zeros(len(self._state), np.bool_)
+        doomed[first:end] = True
+        ancestor = self.policy.parent.copy()
+        # Doubling: after k rounds a page has looked 2**k links up.
+        while (linked := ancestor != NO_PARENT).any():
+            doomed[linked] |= doomed[ancestor[linked]]
+            ancestor[linked] = ancestor[ancestor[linked]]
+        return doomed
+
+    def _take(self, count: int) -> list[int]:
+        """The lowest free slots: a run of pages gets a run of slots wherever one is free."""
+        if count > self._free:
+            raise AssertionError(f"{count} slots wanted of {self._free}")
+        if not count:
+            return []
+        taken = np.flatnonzero(self._usable & (self._state == FREE))[:count]
+        self._free -= count
+        return [int(slot) for slot in taken]
+
+    def _place(
+        self, slot: int, key: bytes, before: bytes | None, previous: int | None, now: int
+    ) -> None:
+        self._state[slot] = WRITING
+        self._keys[slot] = key
+        self._slots[key] = slot
+        self._records.writing(slot, key, before)
+        if previous is not None:
+            self.policy.insert(slot, previous, now)
+        elif before:
+            self.policy.insert_orphan(slot)
+            self._wait_for(slot, before)
+        else:
+            self.policy.insert(slot, NO_PARENT, now)
+        for child in list(self._orphans.get(key, ())):
+            self._adopt(child, slot, now)
+
+    def _adopt(self, slot: int, parent: int, now: int) -> None:
+        """Link a page to a predecessor that was not here or not known before.
+
+        Chained hashes cannot form a ring, but keys come from outside: one that would is ignored.
+        """
+        step = parent
+        while step != NO_PARENT:
+            if step == slot:
+                return
+            step = int(self.policy.parent[step])
+        self._forget_orphan(slot)
+        self.policy.link(slot, parent, now)
+
+    def _wait_for(self, slot: int, parent: bytes) -> None:
+        self._orphans.setdefault(parent, []).append(slot)
+        self._orphan_of[slot] = parent
+
+    def _forget_orphan(self, slot: int) -> None:
+        parent = self._orphan_of.pop(slot, None)
+        if parent is not None:
+            siblings = self._orphans[parent]
+            siblings.remove(slot)
+            if not siblings:
+                del self._orphans[parent]
+
+    def _evictable(self, slot: int) -> bool:
+        return bool(self._state[slot] == COMMITTED and not self._holds[slot])
+
+    def _drop(self, slot: int) -> None:
+        self._forget_orphan(slot)
+        self.policy.remove(slot)
+        del self._slots[self._keys[slot]]
+        self._keys[slot] = b""
+        self._state[slot] = FREE
+        self._free += 1
+        self._records.freed(np.array([slot], np.int64))
+
+
+class Catalog:
+    """The pages of one namespace: pools by name.
+
+    `private`: an epoch that only one engine uses; it goes when that engine leaves it.
+    """
+
+    def __init__(self, digest: bytes, world_size: int, private: bool) -> None:
+        self.digest = digest
+        self.world_size = world_size
+        self.private = private
+        self.pools: dict[str, PagePool] = {}
+
+    def add_pool(
+        self,
+        name: str,
+        page_tokens: int,
+        host: HostLayout,
+        records: SlotRecords,
+    ) -> PagePool:
+        """A new pool without slots."""
+        pool = PagePool(name, page_tokens, host, self.world_size, records)
+        self.pools[name] = pool
+        return pool

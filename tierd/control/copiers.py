@@ -1,0 +1,185 @@
+"""Copier processes: started, watched, ended and started again.
+
+Thin: it knows processes and conversations. Which chunks, sessions and jobs a copier has, and what
+their loss means, is kept here as plain fields and decided in `tierd.control.server`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.channel import Channel, ChannelClosed
+from tierd.wire import codec
+from tierd.wire.messages import FromCopier, JobDone, Message, Shutdown
+
+log = logging.getLogger("tierd.control")
+
+RESTART_S = 0.2
+"""Pause before a copier is started again; doubled at each failure in a row, up to MAX_RESTART_S."""
+MAX_RESTART_S = 10.0
+
+
+class CopierState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "restarting"
+
+
+@dataclass
+class Job:
+    """Copies that a copier has been told to make, until they have retired.
+
+    `done(ok, lost)` is called once: `lost` says that the copier died with it. `restore` is the
+    step's number if it is a restore. A copier that has not retired it by `kills_at` is killed.
+    """
+
+    number: int
+    session: int
+    kills_at: float
+    done: Callable[[bool, bool], None]
+    restore: int | None = None
+
+
+@dataclass
+class Totals:
+    """What a device's copiers have moved since the daemon started."""
+
+    backup_pages: int = 0
+    backup_bytes: int = 0
+    backup_seconds: float = 0.0
+    restore_pages: int = 0
+    restore_bytes: int = 0
+    restore_seconds: float = 0.0
+
+
+class Copier:
+    """One device's copier, across restarts.
+
+    Args:
+        device: The GPU's UUID, or "host:<n>".
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.state = CopierState.DEAD
+        self.restarts = 0
+        self.restart_at = 0.0
+        self.detail: dict[str, Any] = {}
+        self.totals = Totals()
+        self.jobs: dict[int, Job] = {}
+        self.chunks: dict[int, bool] = {}
+        """Chunks it was told of; True once they are mapped and pinned."""
+        self.channel: Channel[FromCopier] | None = None
+        self.pidfd = -1
+        self.pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failures = 0
+
+    @property
+    def caught_up(self) -> bool:
+        """Ready, and every chunk it was told of is pinned."""
+        return self.state is CopierState.READY and all(self.chunks.values())
+
+    def start(self) -> None:
+        """Start the process; `CopierReady` says when it can work."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "tierd.copier",
+                "--device",
+                self.device,
+                "--channel-fd",
+                str(theirs.fileno()),
+            ]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.channel = Channel(ours, codec.FROM_COPIER)
+        self.state = CopierState.STARTING
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Tell the copier something. A dead one is noticed by its end of file, not here."""
+        if self.channel is None:
+            return
+        try:
+            self.channel.send(message, fds)
+        except ChannelClosed:
+            self.kill()
+
+    def ready(self, detail: dict[str, Any]) -> None:
+        self.state = CopierState.READY
+        self.detail = detail
+        self._failures = 0
+
+    def retire(self, message: JobDone) -> Job | None:
+        """A job's copies are off the wire. None: it was not known, or ended already."""
+        job = self.jobs.pop(message.job, None)
+        if job is not None:
+            kind = "backup" if job.restore is None else "restore"
+            for what in ("pages", "bytes", "seconds"):
+                moved = getattr(message, "copied_bytes" if what == "bytes" else what)
+                name = f"{kind}_{what}"
+                setattr(self.totals, name, getattr(self.totals, name) + moved)
+        return job
+
+    def kill(self) -> None:
+        """End the process now. Its end of file follows."""
+        if self._process is not None:
+            self._process.kill()
+
+    def reap(self, now: float) -> int:
+        """The process is gone, or is made so: afterwards none of its copies is on the wire.
+
+        Returns its exit status. It is due to start again at `restart_at`.
+        """
+        assert self._process is not None
+        self._process.kill()
+        status = self._process.wait()
+        if self.channel is not None:
+            self.channel.close()
+        os.close(self.pidfd)
+        self.channel, self.pidfd, self.pid, self._process = None, -1, 0, None
+        self.state = CopierState.DEAD
+        self.chunks.clear()
+        self.restarts += 1
+        self._failures += 1
+        self.restart_at = now + min(RESTART_S * 2 ** (self._failures - 1), MAX_RESTART_S)
+        return status
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask the process to finish and exit; kill it when the time is up."""
+        if self._process is None:
+            return
+        self.send(Shutdown())
+        if self.channel is not None:
+            self.channel.drain(timeout_s)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.warning(
+                "copier %s (pid %d) did not finish within %.0f s; killing it",
+                self.device,
+                self.pid,
+                timeout_s,
+            )
+        self.reap(0.0)
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

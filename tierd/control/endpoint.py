@@ -1,0 +1,156 @@
+"""The daemon's two sockets: the lifeline's Unix socket, and the ZeroMQ router beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from tierd.channel import Channel
+from tierd.wire import codec, limits, messages
+from tierd.wire.errors import ConfigError, ProtocolError
+
+log = logging.getLogger("tierd.control")
+
+BACKLOG = 128
+MESSAGES_A_TURN = 256
+QUEUED_MESSAGES = 10_000
+PROBE_S = 2.0
+
+
+class Endpoint:
+    """Owns the socket files while it is open.
+
+    Args:
+        path: The lifeline's Unix socket. Its directory exists and only we can enter it.
+
+    Raises: ConfigError: a daemon serves there already, or the path is something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._zmq_path = Path(f"{path}.zmq")
+        self._context = zmq.Context()
+        self.router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._open = False
+        try:
+            with _locked(path.parent):
+                _clear_stale(path)
+                self._zmq_path.unlink(missing_ok=True)
+                before = os.umask(0o177)
+                try:
+                    self.listener.bind(str(path))
+                    self._open = True
+                    self.listener.listen(BACKLOG)
+                    self.router.setsockopt(zmq.LINGER, 0)
+                    self.router.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+                    self.router.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+                    # A little above our own limit: what is between gets an error reply,
+                    # what is above costs its sender the connection.
+                    self.router.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_MESSAGE_BYTES)
+                    self.router.bind(f"ipc://{self._zmq_path}")
+                finally:
+                    os.umask(before)
+        except BaseException:
+            self.close()
+            raise
+        self.listener.setblocking(False)
+
+    def accept(self) -> Iterator[Channel[messages.FromLifeline]]:
+        """The lifelines that came in, of users whom we serve. Others are told why not."""
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.error("a connection could not be accepted: %s", error)
+                return
+            channel = Channel(sock, codec.FROM_LIFELINE)
+            pid, uid, _ = channel.peer()
+            if uid in (os.getuid(), 0):
+                yield channel
+                continue
+            log.warning("refused a connection of user %d (pid %d)", uid, pid)
+            with contextlib.suppress(Exception):
+                channel.send(
+                    messages.Refused(
+                        reason=f"this daemon serves user {os.getuid()}, not user {uid}",
+                        protocol=limits.PROTOCOL_VERSION,
+                    )
+                )
+            channel.close()
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """What clients have sent: (routing id, message). Bounded, so that others get a turn."""
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                parts = self.router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                yield parts[0], parts[1]
+
+    def send(self, route: bytes, message: messages.Message) -> None:
+        """Send to a client. One that is gone, or reads nothing, gets nothing: its lifeline's end
+        or its own deadlines tell it."""
+        try:
+            data = codec.encode(message)
+        except ProtocolError as error:
+            data = codec.encode(messages.Error(reason=str(error)))
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self.router.send_multipart([route, data], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the sockets and remove their files. Idempotent."""
+        self.listener.close()
+        self._context.destroy(linger=0)
+        if self._open:
+            self._open = False
+            self.path.unlink(missing_ok=True)
+            self._zmq_path.unlink(missing_ok=True)
+
+
+def _clear_stale(path: Path) -> None:
+    """Remove the socket file of a daemon that is gone.
+
+    Raises: ConfigError: a daemon answers there, or the file is no socket.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is not a socket; choose another --socket")
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    probe.settimeout(PROBE_S)
+    try:
+        probe.connect(str(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        log.info("taking over the socket of a daemon that is gone: %s", path)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot tell whether a daemon serves on {path}: {error}") from None
+    else:
+        raise ConfigError(f"a daemon serves on {path} already; stop it, or choose another --socket")
+    finally:
+        probe.close()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Two daemons that start at once must not both find the other's socket stale."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

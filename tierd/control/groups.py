@@ -1,0 +1,146 @@
+"""Who is connected: sessions (one a rank), and the groups they form (one an engine)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tierd.channel import Channel, close_all
+from tierd.control.backups import Backups, Sequencer
+from tierd.control.catalog import Catalog
+from tierd.control.copiers import Copier
+from tierd.control.leases import Leases
+from tierd.wire.errors import ProtocolError
+from tierd.wire.geometry import geometry_of, namespace_digest
+from tierd.wire.layout import Segment, read_segment_spec
+from tierd.wire.messages import FromLifeline, PoolSpec, Register
+
+
+@dataclass(eq=False)
+class Session:
+    """One rank's connection.
+
+    `fds`: what it exported, as received: the segment, its pidfd, its allocations. They are kept
+    so that a new copier can map them again.
+    """
+
+    number: int
+    channel: Channel[FromLifeline]
+    info: Register
+    fds: list[int]
+    memory: mmap.mmap = field(repr=False)
+    segment: Segment = field(repr=False)
+    copier: Copier
+    routing_id: bytes
+    since: float
+    epoch: str
+    group: Group = field(repr=False)
+    attached: bool = False
+    welcomed: bool = False
+    paths: list[str] = field(default_factory=list)
+    consumed: list[int] = field(default_factory=lambda: [0, 0])
+
+    def pool_index(self, name: str) -> int:
+        return next(i for i, pool in enumerate(self.info.pools) if pool.name == name)
+
+    def fail_restore(self, entry: int, generation: int) -> None:
+        """Let the streams that wait for a restore go, and report it as failed. Only for a
+        restore of which nothing is on the wire any more."""
+        self.segment.release(entry)
+        self.segment.set_verdict(entry, generation, False)
+
+    def close(self) -> None:
+        self.channel.close()
+        close_all(self.fds)
+        self.fds = []
+
+
+def map_segment(fd: int) -> tuple[mmap.mmap, Segment]:
+    """Map the segment that a rank sent.
+
+    Raises: ProtocolError: it is not one, or its size could change under us.
+    """
+    import fcntl
+
+    try:
+        size = os.fstat(fd).st_size
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        memory = mmap.mmap(fd, size)
+    except (OSError, ValueError) as error:
+        raise ProtocolError(f"the segment cannot be mapped: {error}") from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ProtocolError("the segment's size is not sealed (F_SEAL_SHRINK)")
+    return memory, Segment(memory, read_segment_spec(memory))
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks of one engine, who must always get the same answers.
+
+    `sequencer` exists while all ranks are here; without one, every backup is shed at once.
+    """
+
+    instance: str
+    world_size: int
+    namespace: dict[str, str]
+    pools: list[PoolSpec]
+    leases: Leases
+    sessions: dict[int, Session] = field(default_factory=dict)
+    sequencer: Sequencer | None = None
+    backups: Backups | None = None
+    acks: list[tuple[int, bool]] = field(default_factory=list)
+    catalogs: dict[str, Catalog] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.sessions) == self.world_size and all(
+            session.welcomed for session in self.sessions.values()
+        )
+
+    @property
+    def serving(self) -> bool:
+        """Complete, and every rank's copier can work right now."""
+        return self.complete and all(
+            session.attached and session.copier.caught_up for session in self.sessions.values()
+        )
+
+    def digest(self, epoch: str) -> bytes:
+        return namespace_digest(self.namespace, self.world_size, self.pools, epoch)
+
+    def check_epoch(self, epoch: str) -> None:
+        """Raises: ProtocolError: an epoch that another engine could have too."""
+        if epoch and not epoch.startswith(f"{self.instance}:"):
+            raise ProtocolError(
+                f"`epoch` {epoch!r}; it must be empty or begin with the instance and a colon"
+            )
+
+    def check_member(self, info: Register) -> None:
+        """Raises: ProtocolError: the rank does not fit to those that are here."""
+        for field_name in ("world_size", "namespace"):
+            mine, theirs = getattr(self, field_name), getattr(info, field_name)
+            if mine != theirs:
+                raise ProtocolError(
+                    f"rank {info.rank} of instance {self.instance} has `{field_name}` {theirs}; "
+                    f"the ranks before it have {mine}"
+                )
+        mine_geometry, theirs_geometry = geometry_of(self.pools), geometry_of(info.pools)
+        for name in mine_geometry.keys() | theirs_geometry.keys():
+            if mine_geometry.get(name) != theirs_geometry.get(name):
+                raise ProtocolError(
+                    f"rank {info.rank} of instance {self.instance}: the geometry of pool "
+                    f"{name!r} in `pools` differs from the ranks' before it: "
+                    f"{_short(theirs_geometry.get(name))} and {_short(mine_geometry.get(name))}"
+                )
+        if info.rank in self.sessions:
+            raise ProtocolError(
+                f"rank {info.rank} of instance {self.instance} is registered already"
+            )
+
+
+def _short(geometry: tuple[int, Sequence[tuple[int, int]]] | None) -> str:
+    if geometry is None:
+        return "no such pool"
+    tokens, rows = geometry
+    return f"{tokens} tokens a page, {len(rows)} rows of {sorted({row for row, _ in rows})} bytes"

@@ -1,0 +1,6 @@
+"""Which page goes when room is needed. Policies know slots as plain ints and keep no clock."""
+
+from tierd.eviction.chain_lru import ChainLru
+from tierd.eviction.policy import EvictionPolicy
+
+__all__ = ["ChainLru", "EvictionPolicy"]
