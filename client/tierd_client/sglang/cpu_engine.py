@@ -146,17 +146,8 @@ class CpuEngine:
 
     # --- a request's life -------------------------------------------------------------------
 
-    def prefill(
-        self, rid: str, tokens: Sequence[int], *, chunk_tokens: int | None = None
-    ) -> Running:
-        """Match, load back, allocate and run the forward pass of a prompt.
-
-        Args:
-            chunk_tokens: Prefill in chunks of so many tokens, each stashed in the tree before
-                the next one runs.
-
-        Raises: MemoryError: the pool is too small for it, even with everything else evicted.
-        """
+    def admit(self, rid: str, tokens: Sequence[int]) -> Running:
+        """Match a prompt against the tree and the tier, and queue the load of what it found."""
         req = self._new_request(rid, tokens)
         req.init_next_round_input(self.tree)
         device_hit = req.prefix_len
@@ -172,20 +163,39 @@ class CpuEngine:
             )
             req.host_loaded_length = loaded
             req.prefix_len += loaded
-        running = Running(req, tokens, device_hit, loaded)
+        return Running(req, tokens, device_hit, loaded)
+
+    def forward(self, running: Running, *, chunk_tokens: int | None = None) -> None:
+        """Start the queued loads and compute the rest of the prompt.
+
+        Args:
+            chunk_tokens: Prefill in chunks of so many tokens, each stashed in the tree before
+                the next one runs.
+
+        Raises: MemoryError: the pool is too small for it, even with everything else evicted.
+        """
+        req = running.req
         restore = self.tree.ready_to_load_host_cache()
         self.requests.alloc([req])
         reused = self.tree.prefix_device_indices(req)
         row = self.requests.req_to_token[req.kv.req_pool_idx]
         row[: len(reused)] = reused.to(row.dtype)
-        end = len(tokens)
+        end = len(running.tokens)
         while True:
             chunk_end = min(end, req.prefix_len + (chunk_tokens or end))
             self._extend(running, chunk_end, restore)
             if chunk_end == end or running.aborted:
-                return running
+                return
             self._sg.checkpoint_kv_cache(req, self.tree)
             restore = -1
+
+    def prefill(
+        self, rid: str, tokens: Sequence[int], *, chunk_tokens: int | None = None
+    ) -> Running:
+        """`admit` and `forward`."""
+        running = self.admit(rid, tokens)
+        self.forward(running, chunk_tokens=chunk_tokens)
+        return running
 
     def finish(self, running: Running) -> None:
         """End a request: its KV goes to the tree, which offers new nodes to the linker."""

@@ -9,6 +9,7 @@ from typing import Any
 from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape
 
 _VOCABULARY = 50_000
+_SHAPE = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, head_dim=32)
 
 
 def run(
@@ -17,7 +18,7 @@ def run(
     conversations: int = 12,
     turns: int = 8,
     turn_tokens: int = 48,
-    shape: EngineShape = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, head_dim=32),
+    shape: EngineShape = _SHAPE,
     seed: int = 0,
     progress: Callable[[float, str], None] | None = None,
 ) -> dict[str, Any]:

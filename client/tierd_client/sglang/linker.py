@@ -18,15 +18,13 @@ import msgspec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from tierd.config import default_socket
 from tierd.wire.errors import ConfigError, RefusedError
 from tierd.wire.limits import KEY_BYTES
 from tierd_client.client import TierClient
-from tierd_client.device import open_device
 from tierd_client.pools import DevicePool, PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
-from tierd_client.sglang.group import Offer, agree, group_of, host_id, rank_in
+from tierd_client.sglang.group import Offer, agree, group_of, host_id
 from tierd_client.sglang.namespace import namespace, process_start_s
 from tierd_client.sglang.pools import kv_pool
 from tierd_client.sglang.support import refusals
@@ -106,18 +104,16 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         config = _parse(extra_config or {})
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        process_group = group_of(params)
         pool: DevicePool | None = None
         refusal = "; ".join(refusals(server_args, params, components))
         if not refusal:
             try:
                 pool = kv_pool(kvcache, params.page_size)
-                _check_exportable(pool, rank_in(process_group)[0], forward_stream)
             except RefusedError as error:
                 refusal = str(error)
         instance = uuid.uuid4().hex
         group = agree(
-            process_group,
+            group_of(params),
             Offer(
                 refusal=refusal,
                 host=host_id(),
@@ -149,7 +145,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "tierd: no other engine can hit these pages: %s", group.namespace["private"]
             )
         self.client = TierClient(
-            config.socket or str(default_socket()),
+            config.socket,
             [pool],
             namespace=group.namespace,
             instance=group.instance,
@@ -294,13 +290,6 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
         return msgspec.convert(dict(extra_config), LinkerConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"linker_extra_config: {error}") from None
-
-
-def _check_exportable(pool: DevicePool, rank: int, forward_stream: Any | None) -> None:
-    """Try what registration will do, so that memory which cannot be shared is refused at start
-    even where no daemon is there yet."""
-    tensors = [buffer.tensor for buffer in pool.buffers]
-    open_device(tensors, rank=rank, forward_stream=forward_stream).export(tensors).close()
 
 
 def _describe(pool: DevicePool) -> str:

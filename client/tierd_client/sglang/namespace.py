@@ -182,8 +182,8 @@ def _adapters(given: Any) -> Iterator[tuple[str, str]]:
     items = given.items() if isinstance(given, dict) else given
     for item in items:
         if isinstance(item, str):
-            name, _, path = item.rpartition("=")
-            yield name or path, path
+            name, _, path = item.partition("=")
+            yield name, path or name
         elif isinstance(item, tuple):
             name, path = item
             yield str(name), str(getattr(path, "lora_path", path))
