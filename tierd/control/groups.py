@@ -45,6 +45,14 @@ class Session:
     def pool_index(self, name: str) -> int:
         return next(i for i, pool in enumerate(self.info.pools) if pool.name == name)
 
+    def pool_name(self, index: int) -> str:
+        """Raises: ProtocolError: the rank registered no such pool."""
+        if index >= len(self.info.pools):
+            raise ProtocolError(
+                f"`pool` {index}; rank {self.info.rank} registered {len(self.info.pools)}"
+            )
+        return self.info.pools[index].name
+
     def fail_restore(self, entry: int, generation: int) -> None:
         """Let the streams that wait for a restore go, and report it as failed. Only for a
         restore of which nothing is on the wire any more."""

@@ -1,0 +1,239 @@
+"""Backups on their way: noted when they arrive, decided in slices, handed to copiers, acked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierd.control.backups import (
+    Backup,
+    Backups,
+    Copy,
+    NoRoomError,
+    Offer,
+    OfferPart,
+    Sequencer,
+    runs,
+)
+from tierd.control.groups import Group, Session
+from tierd.control.state import State
+from tierd.wire import codec, messages
+from tierd.wire.errors import ProtocolError
+
+ROOM_TIMEOUT_S = 5.0
+"""How long a backup waits for a chunk to be pinned before it is shed: it locks GPU pages."""
+BACKUP_DEADLINE_S = 60.0
+"""A backup that has not retired by then costs its copier its life: its slots must come back."""
+FLIGHT_BYTES = 4 << 30
+"""Backups decided and not copied, a group: what is beyond waits undecided."""
+JOB_PAGES = 2048
+"""A job's size, roughly: a restore never waits behind more than a few of them."""
+SLICE_S = 0.001
+
+
+@dataclass
+class Batch:
+    """What one rank's copier will be told in one job.
+
+    `parts`: by the rank's pool index, (ring position of the part, pages to copy).
+    """
+
+    fence: int
+    parts: dict[int, list[tuple[int, Copy]]] = field(default_factory=dict)
+    backups: list[Backup] = field(default_factory=list)
+    tickets: dict[int, None] = field(default_factory=dict)
+    pages: int = 0
+
+
+class BackupDesk:
+    """All backups of one daemon."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def can_decide(self) -> bool:
+        """Is there one to decide right now?"""
+        now = time.monotonic()
+        return any(
+            group.sequencer is not None
+            and group.sequencer.ready(now) is not None
+            and not self._is_full(group)
+            and not self._state.room.busy
+            for group in self._state.groups.values()
+        )
+
+    def flush(self, session: Session, message: messages.Flush, now: float) -> None:
+        """Note a step's backups. One that makes no sense is shed for all, the others go on.
+
+        Raises: ProtocolError: naming the field.
+        """
+        group = session.group
+        group.check_epoch(message.epoch)
+        keys = codec.split_keys(message.keys)
+        at = 0
+        late: list[tuple[int, bool]] = []
+        error: ProtocolError | None = None
+        for item in message.items:
+            blobs = keys[at : at + sum(part.pages for part in item.parts)]
+            at += len(blobs)
+            offer = None
+            if not item.shed:
+                try:
+                    offer = _offer(session, message, item, blobs)
+                except ProtocolError as bad:
+                    error = bad  # this one is shed for all, the others go their way
+            sequencer = group.sequencer
+            if sequencer is None or not sequencer.report(session.info.rank, item.seq, offer, now):
+                late.append((item.seq, False))
+        for first, results in runs(late):
+            self._state.counters["backups_shed"] += len(results)
+            acks = messages.Acks(first_seq=first, results=results)
+            self._state.endpoint.send(session.routing_id, acks)
+        if error is not None:
+            raise error
+
+    def decide(self, now: float) -> None:
+        """Decide what can be decided within one slice, over all groups."""
+        until = time.monotonic() + SLICE_S
+        for group in list(self._state.groups.values()):
+            if group.sequencer is None or group.backups is None:
+                continue
+            batches: dict[int, Batch] = {}
+            while time.monotonic() < until:
+                if not self._decide_next(group, group.sequencer, group.backups, batches, now):
+                    break
+            for rank, batch in batches.items():
+                self._send_backup(group.sessions[rank], batch)
+
+    def _decide_next(
+        self,
+        group: Group,
+        sequencer: Sequencer,
+        backups: Backups,
+        batches: dict[int, Batch],
+        now: float,
+    ) -> bool:
+        """Decide one backup; False: none can be decided now."""
+        ready = sequencer.ready(now)
+        if ready is None or (ready[1] is not None and self._is_full(group)):
+            return False
+        seq, offers = ready
+        epochs = {session.epoch for session in group.sessions.values()}
+        if (
+            offers is None
+            or self._state.paused
+            or not group.serving
+            or {offer.epoch for offer in offers.values()} != epochs
+        ):
+            sequencer.decided(seq)
+            backups.shed(seq)
+            return True
+        offer = offers[min(offers)]
+        catalog = self._state.catalog(group, offer.epoch)
+        pools = [catalog.pools[part.pool] for part in offer.parts]
+        try:
+            backup, copies = backups.decide(seq, offer, pools, self._state.next_tick())
+        except NoRoomError as lack:
+            made = self._state.room.make_room(
+                catalog, lack.pool, lack.missing, self._state.sharers(catalog)
+            )
+            if made is None and sequencer.oldest_s(now) < ROOM_TIMEOUT_S:
+                return False
+            if not made:
+                sequencer.decided(seq)
+                backups.shed(seq)
+            return True
+        sequencer.decided(seq)
+        for rank, mine in offers.items():
+            session = group.sessions[rank]
+            batch = batches.setdefault(rank, Batch(mine.fence))
+            if batch.pages >= JOB_PAGES or batch.fence != mine.fence:
+                self._send_backup(session, batch)
+                batch = batches[rank] = Batch(mine.fence)
+            session.consumed[0] = max(session.consumed[0], mine.ring_end)
+            batch.tickets[mine.ticket] = None
+            if copies:
+                batch.backups.append(backup)
+            for copy in copies:
+                part = mine.parts[copy.part]
+                index = session.pool_index(part.pool)
+                batch.parts.setdefault(index, []).append((part.ring, copy))
+                batch.pages += len(copy.pages)
+        return True
+
+    def _is_full(self, group: Group) -> bool:
+        """Is so much on its way to the copiers that more must wait?"""
+        if group.backups is None:
+            return False
+        slot_bytes = sum(b.row_bytes for pool in group.pools for b in pool.buffers)
+        return group.backups.pages_in_flight * slot_bytes > FLIGHT_BYTES
+
+    def _send_backup(self, session: Session, batch: Batch) -> None:
+        parts = []
+        for index, copies in batch.parts.items():
+            ring = [np.uint64(start) + c.pages.astype(np.uint64) for start, c in copies]
+            slots = np.concatenate([copy.slots for _, copy in copies])
+            pool = copies[0][1].pool
+            chunks, within = self._state.room.locate(pool, slots, session.info.rank)
+            parts.append(
+                messages.CopyPart(
+                    index, np.concatenate(ring).tobytes(), chunks.tobytes(), within.tobytes()
+                )
+            )
+
+        def done(ok: bool, _lost: bool) -> None:
+            for backup in batch.backups:
+                backup.owner.copied(backup, ok)
+
+        job = self._state.new_job(session, done, BACKUP_DEADLINE_S)
+        session.copier.send(
+            messages.BackupJob(
+                job=job.number,
+                session=session.number,
+                tickets=list(batch.tickets),
+                fence=batch.fence,
+                consumed=session.consumed[0],
+                parts=parts,
+            )
+        )
+
+    def send_acks(self) -> None:
+        """Tell every rank what has been settled."""
+        for group in self._state.groups.values():
+            if not group.acks:
+                continue
+            acks, group.acks = sorted(group.acks), []
+            kept = sum(kept for _, kept in acks)
+            self._state.counters["backups_kept"] += kept
+            self._state.counters["backups_shed"] += len(acks) - kept
+            for first, results in runs(acks):
+                for session in group.sessions.values():
+                    self._state.endpoint.send(
+                        session.routing_id, messages.Acks(first_seq=first, results=results)
+                    )
+
+
+def _offer(
+    session: Session, message: messages.Flush, item: messages.BackupItem, keys: list[bytes]
+) -> Offer:
+    """One backup of a flush, checked.
+
+    Raises: ProtocolError: naming the field.
+    """
+    parts, at = [], 0
+    for part in item.parts:
+        mine = tuple(keys[at : at + part.pages])
+        at += part.pages
+        name = session.pool_name(part.pool)
+        if len(set(mine)) != len(mine):
+            raise ProtocolError(f"seq {item.seq} has one key twice in pool {name!r}")
+        if part.pages > session.segment.spec.backup_ring:
+            raise ProtocolError(f"seq {item.seq} has more pages in {name!r} than the ring holds")
+        parts.append(OfferPart(name, mine, part.ring))
+    names = [part.pool for part in parts]
+    if len(set(names)) != len(names):
+        raise ProtocolError(f"seq {item.seq} names a pool twice: {names}")
+    parent = item.parent if item.parent_known else None
+    return Offer(message.epoch, tuple(parts), message.ticket, message.fence, parent)

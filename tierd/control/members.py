@@ -1,0 +1,266 @@
+"""Ranks come and go: registration, attachment to a copier, death, and change of epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+
+from tierd import __version__
+from tierd.channel import Channel, ChannelClosed
+from tierd.control.backups import Backups, Sequencer
+from tierd.control.copiers import Copier, CopierState
+from tierd.control.groups import Group, Session, map_segment
+from tierd.control.leases import Leases
+from tierd.control.state import State
+from tierd.wire import limits, messages
+from tierd.wire.errors import ProtocolError
+from tierd.wire.geometry import check_pools, pool_layout
+
+log = logging.getLogger("tierd.control")
+
+LEASE_S = 30.0
+LEASE_SHARE = 0.5
+"""Leases never hold more than this share of a pool."""
+RANKS_TIMEOUT_S = 2.0
+"""How long a backup waits for the last rank's report before it is shed for all."""
+DETACH_S = 5.0
+"""A copier that has not let go of a dead rank's memory by then is killed: the memory is the next
+engine's."""
+
+
+class Members:
+    """The sessions and groups of one daemon.
+
+    Args:
+        pidfd: Control's own, which every rank gets.
+    """
+
+    def __init__(self, state: State, pidfd: int) -> None:
+        self._state = state
+        self._pidfd = pidfd
+        self._detaching: dict[int, tuple[Copier, float]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Is a copier letting go of a dead rank's memory?"""
+        return bool(self._detaching)
+
+    def register(
+        self,
+        channel: Channel[messages.FromLifeline],
+        info: messages.Register,
+        fds: list[int],
+        now: float,
+    ) -> Session:
+        """Let a rank in. It is told so once its copier has mapped its pools.
+
+        Raises: ProtocolError: it cannot be served; the descriptors stay the caller's.
+        """
+        shared = sum(not allocation.handle for allocation in info.allocations)
+        if len(fds) != 2 + shared:
+            raise ProtocolError(
+                f"{len(fds)} descriptors; a registration with {shared} shared allocations has "
+                f"{2 + shared} (segment, pidfd, allocations)"
+            )
+        copier = self._copier_for(info)
+        check_pools(info.allocations, info.pools)
+        sizes = [a.size for a in info.allocations if not a.handle]
+        for number, (fd, size) in enumerate(zip(fds[2:], sizes, strict=True)):
+            if os.fstat(fd).st_size < size:
+                raise ProtocolError(f"allocation {number} is smaller than its `size` {size}")
+        group = self._state.groups.get(info.instance)
+        if group is None:
+            group = Group(
+                instance=info.instance,
+                world_size=info.world_size,
+                namespace=info.namespace,
+                pools=info.pools,
+                leases=Leases(lease_s=LEASE_S, max_share=LEASE_SHARE),
+            )
+        if (old := group.sessions.get(info.rank)) is not None and self._has_ended(old):
+            self.leave(old, now)
+            self._state.groups[info.instance] = group
+        group.check_member(info)
+        group.check_epoch(info.epoch)
+        memory, segment = map_segment(fds[0])
+        session = Session(
+            number=self._state.next_number(),
+            channel=channel,
+            info=info,
+            fds=fds,
+            memory=memory,
+            segment=segment,
+            copier=copier,
+            routing_id=secrets.token_bytes(16),
+            since=now,
+            epoch=info.epoch,
+            group=group,
+        )
+        self._state.groups[info.instance] = group
+        group.sessions[info.rank] = session
+        self._state.sessions[session.number] = session
+        self._state.catalog(group, info.epoch)
+        if copier.state is CopierState.READY:
+            self.attach(session)
+        return session
+
+    def _copier_for(self, info: messages.Register) -> Copier:
+        """The copier of a rank's device. Devices of the host backend stand in for each other."""
+        copier = self._state.copiers.get(info.device)
+        hosts = [c for name, c in self._state.copiers.items() if name.startswith("host:")]
+        if copier is None and info.device.startswith("host:") and hosts:
+            copier = hosts[info.rank % len(hosts)]
+        if copier is None:
+            raise ProtocolError(
+                f"`device` {info.device} is not served here; this daemon has "
+                f"{', '.join(self._state.copiers)}. Start it with `--devices all` or name the device"
+            )
+        by_handle = [bool(allocation.handle) for allocation in info.allocations]
+        if any(by_handle) == copier.device.startswith("host:"):
+            raise ProtocolError(
+                "`allocations` of a GPU have CUDA IPC handles, those of a host device have none"
+            )
+        return copier
+
+    def _has_ended(self, session: Session) -> bool:
+        """Did this rank's process close its end, although we have not handled that yet?"""
+        try:
+            return not session.channel.receive() and session.channel.closed
+        except (ChannelClosed, ProtocolError):
+            return True
+
+    def attach(self, session: Session) -> None:
+        """Have the rank's copier map its pools and the chunks that its shard lives in."""
+        for catalog in session.group.catalogs.values():
+            self._state.room.share(catalog, session.info.rank, session.copier)
+        session.copier.send(
+            messages.Attach(
+                session=session.number,
+                allocations=session.info.allocations,
+                pools=session.info.pools,
+                host_pools=[
+                    messages.HostPool(
+                        block_slots=host.block_slots,
+                        chunk_slots=host.chunk_slots,
+                        data_offset=host.data_offset,
+                    )
+                    for host in map(pool_layout, session.info.pools)
+                ],
+            ),
+            [session.fds[0], *session.fds[2:]],
+        )
+
+    def attached(self, session: Session, message: messages.Attached) -> bool:
+        """A copier has mapped a rank's pools, or cannot: then the rank is told why. False: it
+        cannot be served, and its connection must end."""
+        info = session.info
+        if message.error:
+            log.error("rank %d of %s cannot be served: %s", info.rank, info.instance, message.error)
+            with contextlib.suppress(ChannelClosed):
+                session.channel.send(refused(message.error))
+            return False
+        session.attached = True
+        session.paths = message.paths
+        copier = session.copier
+        with contextlib.suppress(ChannelClosed):
+            if session.welcomed:
+                session.channel.send(messages.CopierReplaced(), [copier.pidfd])
+                return True
+            self._state.by_route[session.routing_id] = session
+            session.welcomed = True
+            session.channel.send(
+                messages.Welcome(
+                    protocol=limits.PROTOCOL_VERSION,
+                    software=f"tierd {__version__}",
+                    routing_id=session.routing_id,
+                    lease_s=LEASE_S,
+                ),
+                [self._pidfd, copier.pidfd],
+            )
+        log.info(
+            "rank %d of %d of engine %s registered on %s (pid %d; %s)",
+            info.rank,
+            info.world_size,
+            info.instance,
+            copier.device,
+            info.pid,
+            ", ".join(
+                f"{p.name}: {path}" for p, path in zip(info.pools, message.paths, strict=True)
+            ),
+        )
+        self._complete(session.group)
+        return True
+
+    def _complete(self, group: Group) -> None:
+        """All ranks are here: from now on, backups are decided for the group."""
+        if not group.complete or group.sequencer is not None:
+            return
+        first = {rank: session.info.next_seq for rank, session in group.sessions.items()}
+        group.sequencer = Sequencer(first, RANKS_TIMEOUT_S)
+        group.backups = Backups(
+            group.world_size, self._state.writers, lambda seq, kept: group.acks.append((seq, kept))
+        )
+
+    def leave(self, session: Session, now: float) -> None:
+        """A rank is gone: nothing of it may be visible, held or mapped for longer than it takes
+        its copier to notice."""
+        if self._state.sessions.pop(session.number, None) is None:
+            return
+        group, info = session.group, session.info
+        log.info("rank %d of engine %s is gone (pid %d)", info.rank, info.instance, info.pid)
+        self._state.by_route.pop(session.routing_id, None)
+        if group.sessions.get(info.rank) is session:
+            del group.sessions[info.rank]
+        if group.sequencer is not None:
+            for seq in group.sequencer.drop():
+                group.acks.append((seq, False))
+            group.sequencer = None
+        group.leases.end_all()
+        copier = session.copier
+        if copier.state is CopierState.READY:
+            self._detaching[session.number] = (copier, now + DETACH_S)
+            copier.send(messages.Detach(session=session.number))
+        loading = self._state.loading()
+        for number in group.leases.unfinished(info.rank):
+            if (session.number, number) not in loading:
+                group.leases.retire(number, info.rank)
+        session.close()
+        if not group.sessions and self._state.groups.get(group.instance) is group:
+            del self._state.groups[group.instance]
+        self._state.forget_epochs(group)
+
+    def reset(self, session: Session, message: messages.Reset) -> None:
+        """A rank moves to another epoch.
+
+        Raises: ProtocolError: one that another engine could be in.
+        """
+        group = session.group
+        group.check_epoch(message.epoch)
+        if message.epoch == session.epoch:
+            return
+        session.epoch = message.epoch
+        group.leases.end_all()
+        self._state.catalog(group, message.epoch)
+        self._state.forget_epochs(group)
+
+    def detached(self, session: int) -> None:
+        """A copier has let go of a dead rank's memory."""
+        self._detaching.pop(session, None)
+
+    def copier_lost(self, copier: Copier) -> None:
+        """A copier is dead: it maps nothing any more."""
+        for session in self._state.sessions.values():
+            if session.copier is copier:
+                session.attached = False
+        for number in [n for n, (holder, _) in self._detaching.items() if holder is copier]:
+            del self._detaching[number]
+
+    def overdue(self, now: float) -> list[Copier]:
+        """Copiers that hold on to a dead rank's memory for too long."""
+        return [copier for copier, until in self._detaching.values() if until <= now]
+
+
+def refused(error: object) -> messages.Refused:
+    return messages.Refused(reason=str(error)[:4096], protocol=limits.PROTOCOL_VERSION)

@@ -1,0 +1,144 @@
+"""Lookups and restores: answered with leases, turned into pins, handed to copiers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierd.control.groups import Session
+from tierd.control.leases import Held, Want
+from tierd.control.members import LEASE_S
+from tierd.control.state import State
+from tierd.wire import codec, limits, messages
+from tierd.wire.errors import ProtocolError
+from tierd.wire.layout import RESTORE_ENTRIES
+
+RESTORE_DEADLINE_S = 20.0
+"""A restore that has not retired by then costs its copier its life: only then is it safe to say
+that nothing writes the pages any more."""
+
+
+class RestoreDesk:
+    """All lookups and restores of one daemon."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def lookup(self, session: Session, message: messages.Lookup, now: float) -> None:
+        """Answer a lookup.
+
+        Raises: ProtocolError: naming the field.
+        """
+        group = session.group
+        lengths: list[int] = []
+        if len({part.pages for part in message.parts}) != 1:
+            raise ProtocolError("a lookup's `parts` must all have the same number of pages")
+        group.check_epoch(message.epoch)
+        if group.serving and not self._state.paused and message.epoch == session.epoch:
+            want = self._want(session, message.epoch, message.parts, message.keys)
+            signature = bytes(part.pool for part in message.parts) + message.keys
+            lengths = group.leases.lookup(
+                message.rid, want, signature, now=now, tick=self._state.next_tick()
+            )
+        self._state.counters["lookups"] += 1
+        self._state.counters["lookup_hits"] += bool(lengths)
+        reply = messages.LookupReply(request=message.request, lengths=lengths, lease_s=LEASE_S)
+        self._state.endpoint.send(session.routing_id, reply)
+
+    def _want(self, session: Session, epoch: str, parts: list[messages.Part], blob: bytes) -> Want:
+        names = [session.pool_name(part.pool) for part in parts]
+        if len(set(names)) != len(names):
+            raise ProtocolError(f"`parts` names a pool twice: {names}")
+        catalog = self._state.catalog(session.group, epoch)
+        keys = codec.split_keys(blob)
+        want, at = [], 0
+        for name, part in zip(names, parts, strict=True):
+            want.append((catalog.pools[name], keys[at : at + part.pages]))
+            at += part.pages
+        return want
+
+    def restore(self, session: Session, message: messages.Restore, now: float) -> None:
+        """Start a step's loads on one rank, or fail them.
+
+        Raises: ProtocolError: naming the field; the loads have failed.
+        """
+        if message.entry >= RESTORE_ENTRIES:
+            raise ProtocolError(f"`entry` {message.entry}; there are {RESTORE_ENTRIES}")
+        rank, leases = session.info.rank, session.group.leases
+        plan: list[Held] | None = None
+        try:
+            if session.group.serving and message.epoch == session.epoch:
+                plan = self._pin(session, message, now)
+            if plan is not None:
+                self._send_restore(session, message, plan)
+        finally:
+            # Also when the message makes no sense: whoever waits for a verdict gets one.
+            if plan is None:
+                self._state.counters["restores_failed"] += 1
+                session.fail_restore(message.entry, message.generation)
+                leases.retire(message.number, rank)
+
+    def _pin(self, session: Session, message: messages.Restore, now: float) -> list[Held] | None:
+        """The slots of a step's loads, decided once for the group; None: it cannot be served."""
+        wants, at = [], 0
+        for item in message.items:
+            size = sum(part.pages for part in item.parts) * limits.KEY_BYTES
+            blob = message.keys[at : at + size]
+            at += size
+            wants.append((item.rid, self._want(session, message.epoch, item.parts, blob)))
+            for part in item.parts:
+                if part.pages > session.segment.spec.restore_ring:
+                    raise ProtocolError(f"{part.pages} pages are more than the ring holds")
+        pins = session.group.leases.pin(
+            message.number,
+            wants,
+            message.keys,
+            set(session.group.sessions),
+            deadline=now + RESTORE_DEADLINE_S,
+            tick=self._state.next_tick(),
+        )
+        if pins.signature != message.keys or session.info.rank not in pins.ranks_left:
+            return None
+        return pins.plan
+
+    def _send_restore(self, session: Session, message: messages.Restore, plan: list[Held]) -> None:
+        rank, group = session.info.rank, session.group
+        parts = []
+        for item, held in zip(message.items, plan, strict=True):
+            for part, (pool, slots) in zip(item.parts, held, strict=True):
+                ring = np.arange(part.ring, part.ring + part.pages, dtype=np.uint64)
+                chunks, within = self._state.room.locate(pool, slots, rank)
+                parts.append(
+                    messages.CopyPart(part.pool, ring.tobytes(), chunks.tobytes(), within.tobytes())
+                )
+                session.consumed[1] = max(session.consumed[1], part.ring + part.pages)
+
+        def done(ok: bool, lost: bool) -> None:
+            self._state.counters["restores" if ok else "restores_failed"] += 1
+            if lost:
+                session.fail_restore(message.entry, message.generation)
+            group.leases.retire(message.number, rank)
+
+        job = self._state.new_job(session, done, RESTORE_DEADLINE_S, message.number)
+        session.copier.send(
+            messages.RestoreJob(
+                job=job.number,
+                session=session.number,
+                ticket=message.ticket,
+                fence=message.fence,
+                consumed=session.consumed[1],
+                entry=message.entry,
+                generation=message.generation,
+                parts=parts,
+            )
+        )
+
+    def expire(self, now: float) -> None:
+        """End leases that ran out, and steps that some rank never loaded."""
+        for group in self._state.groups.values():
+            group.leases.expire(now)
+            for number, ranks in group.leases.overdue(now):
+                loading = self._state.loading()
+                for rank in ranks:
+                    late = group.sessions.get(rank)
+                    if late is None or (late.number, number) not in loading:
+                        group.leases.retire(number, rank)

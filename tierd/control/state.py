@@ -1,0 +1,114 @@
+"""What the parts of control share: who is connected, what is stored, and what is under way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tierd.control.backups import Writers
+from tierd.control.catalog import Catalog
+from tierd.control.copiers import Copier, Job
+from tierd.control.endpoint import Endpoint
+from tierd.control.groups import Group, Session
+from tierd.control.room import RoomKeeper
+from tierd.wire import messages
+from tierd.wire.geometry import namespace_digest, pool_layout
+
+COUNTERS = (
+    "backups_kept",
+    "backups_shed",
+    "lookups",
+    "lookup_hits",
+    "restores",
+    "restores_failed",
+    "pages_evicted",
+    "errors",
+)
+
+
+class State:
+    """One daemon's state. Plain: whoever changes it says why in its own module."""
+
+    def __init__(self, endpoint: Endpoint, devices: Sequence[str], memory_bytes: int) -> None:
+        self.endpoint = endpoint
+        self.copiers = {name: Copier(name) for name in devices}
+        self.room = RoomKeeper(memory_bytes, _tell)
+        self.catalogs: dict[bytes, Catalog] = {}
+        self.groups: dict[str, Group] = {}
+        self.sessions: dict[int, Session] = {}
+        self.by_route: dict[bytes, Session] = {}
+        self.writers = Writers()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.paused = False
+        self._number = 0
+        self._tick = 0
+
+    def next_number(self) -> int:
+        """A number that nothing else of this daemon has."""
+        self._number += 1
+        return self._number
+
+    def next_tick(self) -> int:
+        """Recency for the eviction policies: a count, not a clock."""
+        self._tick += 1
+        return self._tick
+
+    def new_job(
+        self,
+        session: Session,
+        done: Callable[[bool, bool], None],
+        deadline_s: float,
+        restore: int | None = None,
+    ) -> Job:
+        job = Job(self.next_number(), session.number, time.monotonic() + deadline_s, done, restore)
+        session.copier.jobs[job.number] = job
+        return job
+
+    def loading(self) -> set[tuple[int, int | None]]:
+        """(session, step) of every restore that a copier has been told of."""
+        return {
+            (job.session, job.restore)
+            for copier in self.copiers.values()
+            for job in copier.jobs.values()
+        }
+
+    def catalog(self, group: Group, epoch: str) -> Catalog:
+        """The pages of one epoch of an engine; made when it is entered."""
+        catalog = group.catalogs.get(epoch)
+        if catalog is None:
+            digest = namespace_digest(group.namespace, group.world_size, group.pools, epoch)
+            catalog = self.catalogs.get(digest)
+            if catalog is None:
+                catalog = Catalog(digest, group.world_size, private=bool(epoch))
+                self.catalogs[digest] = catalog
+            group.catalogs[epoch] = catalog
+            for spec in group.pools:
+                self.room.open_pool(catalog, spec.name, spec.page_tokens, pool_layout(spec))
+        return catalog
+
+    def forget_epochs(self, group: Group) -> None:
+        """Let go of the epochs that no rank of the group is in."""
+        wanted = {session.epoch for session in group.sessions.values()}
+        for epoch in [epoch for epoch in group.catalogs if epoch not in wanted]:
+            del group.catalogs[epoch]
+
+    def drop_private(self) -> None:
+        """Give back the memory of epochs that nobody is in."""
+        used = {id(c) for g in self.groups.values() for c in g.catalogs.values()}
+        for digest, catalog in list(self.catalogs.items()):
+            if catalog.private and id(catalog) not in used and self.room.dissolve(catalog):
+                self.counters["pages_evicted"] += sum(p.evictions for p in catalog.pools.values())
+                del self.catalogs[digest]
+
+    def sharers(self, catalog: Catalog) -> list[tuple[int, Copier]]:
+        """(shard, copier) of every rank that uses a catalog."""
+        return [
+            (session.info.rank, session.copier)
+            for session in self.sessions.values()
+            if catalog in session.group.catalogs.values()
+        ]
+
+
+def _tell(copier: Copier, message: messages.Message, fd: int | None) -> None:
+    copier.send(message, [] if fd is None else [fd])
