@@ -171,10 +171,10 @@ class CudaBackend:
 
     def close(self) -> None:
         for event in self._idle_events:
-            _call("cuEventDestroy", event)
+            _release("cuEventDestroy", event)
         for stream in self._streams.values():
-            _call("cuStreamDestroy", stream)
-        _call("cuDevicePrimaryCtxRelease", self._device)
+            _release("cuStreamDestroy", stream)
+        _release("cuDevicePrimaryCtxRelease", self._device)
 
     def _open(self, stack: ExitStack, handle: bytes) -> int:
         ipc = driver.CUipcMemHandle()
@@ -182,12 +182,12 @@ class CudaBackend:
         ctypes.memmove(ipc.getPtr(), handle, len(handle))
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         address = int(_call("cuIpcOpenMemHandle", ipc, int(flags)))
-        stack.callback(_call, "cuIpcCloseMemHandle", address)
+        stack.callback(_release, "cuIpcCloseMemHandle", address)
         return address
 
     def _pin(self, stack: ExitStack, memory: SharedMemory, flags: int) -> None:
         _call("cuMemHostRegister", memory.address, memory.size, flags)
-        stack.callback(_call, "cuMemHostUnregister", memory.address)
+        stack.callback(_release, "cuMemHostUnregister", memory.address)
 
     def _check(self, name: str, code: int) -> None:
         """Judge a submission: a refused call is one job's affair, a broken context everybody's."""
@@ -212,6 +212,15 @@ def _call(name: str, *arguments: Any) -> Any:
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _release(name: str, argument: Any) -> None:
+    """Give something back. What the driver does not take back keeps a rank's memory from being
+    freed, and only the end of the process helps."""
+    try:
+        _call(name, argument)
+    except BackendError as error:
+        raise DeviceLostError(str(error)) from error
 
 
 def _describe(name: str, error: Any) -> str:
