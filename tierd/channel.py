@@ -25,6 +25,8 @@ from tierd.wire.messages import Message
 T = TypeVar("T")
 _FD = array.array("i").itemsize
 _READ = 1 << 18
+_READS = 64
+"""Reads in one `receive`: a sender that never pauses must not hold the loop's other work back."""
 
 
 class ChannelClosed(Exception):  # noqa: N818 - an event, not a fault
@@ -64,15 +66,26 @@ class Channel(Generic[T]):
         """Queue a message and write what the socket takes. The descriptors are duplicated, so
         the caller keeps its own.
 
-        Raises: ChannelClosed: the other side is gone, or reads so slowly that the queue is full.
+        Raises:
+            ChannelClosed: the other side is gone, or reads so slowly that the queue is full.
+            ProtocolError: the message or the number of descriptors is over the limit.
         """
         if self.closed:
             raise ChannelClosed
+        if len(fds) > limits.MAX_FDS:
+            raise ProtocolError(f"{len(fds)} descriptors; a message takes {limits.MAX_FDS}")
         data = codec.frame(codec.encode(message), len(fds))
         if self._queued + len(data) > self._max_queued:
             self.close()
             raise ChannelClosed
-        self._out.append((memoryview(data), [os.dup(fd) for fd in fds]))
+        duplicates: list[int] = []
+        try:
+            for fd in fds:
+                duplicates.append(os.dup(fd))
+        except OSError:
+            close_all(duplicates)
+            raise
+        self._out.append((memoryview(data), duplicates))
         self._queued += len(data)
         self.flush()
 
@@ -106,6 +119,8 @@ class Channel(Generic[T]):
     def receive(self) -> list[tuple[T, list[int]]]:
         """The messages that have arrived, each with its file descriptors (now the caller's).
 
+        Not all of them if there are many: the socket stays readable then.
+
         Raises:
             ChannelClosed: end of file, and nothing before it was left unread.
             ProtocolError: a message that makes no sense. Messages before it in the same read are
@@ -115,7 +130,7 @@ class Channel(Generic[T]):
             raise ChannelClosed
         messages: list[tuple[T, list[int]]] = []
         try:
-            while True:
+            for _ in range(_READS):
                 data, ancillary, flags, _ = self._sock.recvmsg(
                     _READ, socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
                 )
@@ -143,17 +158,20 @@ class Channel(Generic[T]):
                         close_all(fds)
                         raise
                     messages.append((message, fds))
+                # What is left belongs to a frame that has begun, or to none.
+                if len(self._fds) > limits.MAX_FDS:
+                    raise ProtocolError("file descriptors came that no message announces")
         except BlockingIOError:
-            return messages
+            pass
         except ProtocolError:
             for _, fds in messages:
                 close_all(fds)
             raise
         except ConnectionError:
-            if messages:
-                return messages
-            self.close()
-            raise ChannelClosed from None
+            if not messages:
+                self.close()
+                raise ChannelClosed from None
+        return messages
 
     def wait(self, timeout_s: float) -> list[tuple[T, list[int]]]:
         """Block until at least one message is there; an empty list is a time-out.

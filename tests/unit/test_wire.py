@@ -1,0 +1,359 @@
+"""The codec: every message survives it, and no bytes at all get anything else through it."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from tierd.wire import codec, limits, messages
+from tierd.wire.errors import ProtocolError
+from tierd.wire.messages import BackupItem, CopyPart, Flush, Lookup, Message, Part, Restore
+
+CONVERSATIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
+    "from lifeline": (messages.FromLifeline, codec.FROM_LIFELINE),
+    "to lifeline": (messages.ToLifeline, codec.TO_LIFELINE),
+    "from client": (messages.FromClient, codec.FROM_CLIENT),
+    "to client": (messages.ToClient, codec.TO_CLIENT),
+    "to copier": (messages.ToCopier, codec.TO_COPIER),
+    "from copier": (messages.FromCopier, codec.FROM_COPIER),
+}
+
+# --- any message ------------------------------------------------------------------------------
+
+
+def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    """Values that a field's type allows, with small collections."""
+    match kind:
+        case inspect.IntType():
+            low = -(2**63) if kind.ge is None else kind.ge
+            high = 2**63 - 1 if kind.le is None else kind.le
+            return st.integers(low, high if kind.lt is None else kind.lt - 1)
+        case inspect.StrType():
+            size = min(12, kind.max_length or 12)
+            return st.text(min_size=kind.min_length or 0, max_size=size)
+        case inspect.BytesType():
+            smallest = kind.min_length or 0
+            return st.binary(min_size=smallest, max_size=max(smallest, 8))
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.FloatType():
+            return st.floats(allow_nan=False)
+        case inspect.ListType():
+            smallest = kind.min_length or 0
+            return st.lists(values(kind.item_type), min_size=smallest, max_size=smallest + 2)
+        case inspect.DictType():
+            return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
+        case inspect.AnyType():
+            return st.none() | st.integers(0, 9) | st.text(max_size=5) | st.lists(st.booleans())
+        case inspect.StructType():
+            return structs(kind.cls)
+    raise NotImplementedError(f"{kind}: teach this strategy the type")
+
+
+def structs(cls: type) -> st.SearchStrategy[Any]:
+    info = inspect.type_info(cls)
+    assert isinstance(info, inspect.StructType)
+    fields = {field.name: values(field.type) for field in info.fields}
+    if cls is Part:
+        fields["pages"] = st.integers(0, 3)
+    return st.builds(cls, **fields).map(fitting)
+
+
+def fitting(struct: Any) -> Any:
+    """The same with blobs as long as the counts beside them, and ranks inside their world."""
+    replace = msgspec.structs.replace
+    key = b"k" * limits.KEY_BYTES
+    match struct:
+        case BackupItem():
+            parts = [] if struct.shed else struct.parts
+            return replace(struct, parts=parts, parent=key if struct.parent else b"")
+        case Flush() | Restore():
+            pages = sum(part.pages for item in struct.items for part in item.parts)
+            return replace(struct, keys=key * pages)
+        case Lookup():
+            return replace(struct, keys=key * sum(part.pages for part in struct.parts))
+        case CopyPart():
+            pages = len(struct.slots)
+            return replace(
+                struct, ring=b"r" * 8 * pages, chunks=b"c" * 8 * pages, slots=b"s" * 4 * pages
+            )
+        case messages.Allocation():
+            return replace(struct, handle=b"h" * 64 if struct.handle else b"")
+        case messages.Register():
+            pools = [replace(pool, name=f"p{i}") for i, pool in enumerate(struct.pools)]
+            return replace(struct, pools=pools, rank=struct.rank % struct.world_size)
+    return struct
+
+
+ALL = [
+    pytest.param(cls, decoder, id=f"{name}: {cls.__name__}")
+    for name, (union, decoder) in CONVERSATIONS.items()
+    for cls in typing.get_args(union)
+]
+
+
+@pytest.mark.parametrize(("cls", "decoder"), ALL)
+@given(data=st.data())
+def test_every_message_comes_out_as_it_went_in(
+    cls: type[Message], decoder: codec.Decoder[Any], data: st.DataObject
+) -> None:
+    message = data.draw(structs(cls))
+    assert decoder.decode(codec.encode(message)) == message
+
+
+def test_no_two_messages_of_a_conversation_have_one_name() -> None:
+    for union, _ in CONVERSATIONS.values():
+        names = [cls.__struct_config__.tag for cls in typing.get_args(union)]
+        assert len(set(names)) == len(names)
+
+
+# --- any bytes --------------------------------------------------------------------------------
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[codec.Decoder[Any], bytes]:
+    """A message with some of its bytes changed, dropped, doubled or cut off."""
+    union, decoder = draw(st.sampled_from(list(CONVERSATIONS.values())))
+    data = bytearray(codec.encode(draw(structs(draw(st.sampled_from(typing.get_args(union)))))))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["change", "drop", "double", "cut", "insert"])):
+            case "change" if at < len(data):
+                data[at] = draw(st.integers(0, 255))
+            case "drop":
+                del data[at : at + draw(st.integers(1, 9))]
+            case "double":
+                data[at:at] = data[at : at + draw(st.integers(1, 9))]
+            case "insert":
+                data[at:at] = draw(st.binary(min_size=1, max_size=5))
+            case "cut":
+                del data[at:]
+    return decoder, bytes(data)
+
+
+@given(damaged())
+def test_damaged_bytes_are_a_valid_message_or_a_protocol_error(
+    case: tuple[codec.Decoder[Any], bytes],
+) -> None:
+    decoder, data = case
+    try:
+        message = decoder.decode(data)
+    except ProtocolError:
+        return
+    codec.check_blobs(message)
+    again = decoder.decode(codec.encode(message))
+    assert again == message or message != message, "only a NaN differs from itself"
+
+
+@given(st.sampled_from(list(CONVERSATIONS.values())), st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_protocol_error(
+    conversation: tuple[Any, codec.Decoder[Any]], data: bytes
+) -> None:
+    with pytest.raises(ProtocolError):
+        conversation[1].decode(data)
+
+
+# --- what a bad message is told ---------------------------------------------------------------
+
+KEY = b"k" * limits.KEY_BYTES
+
+
+def flush(**changes: Any) -> dict[str, Any]:
+    """A flush of two pages as a map, to be spoilt."""
+    fields = {"op": "flush", "epoch": "", "ticket": 1, "fence": 0}
+    return fields | {"items": [item()], "keys": KEY * 2} | changes
+
+
+PART = (0, 2, 100)
+
+
+def item(
+    *, seq: int = 3, shed: bool = False, parts: tuple[Any, ...] = (PART,), parent: bytes = b""
+) -> list[Any]:
+    return [seq, shed, list(parts), parent, True]
+
+
+def register(**changes: Any) -> dict[str, Any]:
+    row = {"allocation": 0, "offset": 0, "page_stride": 64, "row_bytes": 64, "layer": 0}
+    pool = {"name": "kv", "num_pages": 4, "page_tokens": 1, "buffers": [row]}
+    return {
+        "op": "register",
+        "protocol": limits.PROTOCOL_VERSION,
+        "software": "test 1",
+        "instance": "i",
+        "rank": 0,
+        "world_size": 1,
+        "namespace": {},
+        "epoch": "",
+        "device": "host:0",
+        "pid": 1,
+        "next_seq": 0,
+        "allocations": [{"size": 256}],
+        "pools": [pool],
+    } | changes
+
+
+def told(decoder: codec.Decoder[Any], message: dict[str, Any]) -> str:
+    with pytest.raises(ProtocolError) as refused:
+        decoder.decode(msgspec.msgpack.encode(message))
+    return str(refused.value)
+
+
+def test_the_unspoilt_ones_pass() -> None:
+    codec.FROM_CLIENT.decode(msgspec.msgpack.encode(flush()))
+    codec.FROM_LIFELINE.decode(msgspec.msgpack.encode(register()))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (flush(op="flash"), "flash"),
+        (flush(op=7), "op"),
+        (flush(colour="red"), "colour"),
+        (flush(ticket=2**32), r"$.ticket"),
+        (flush(ticket=-1), r"$.ticket"),
+        (flush(ticket="1"), r"$.ticket"),
+        (flush(epoch="e" * 257), r"$.epoch"),
+        (flush(items=[item(seq=2**63)]), r"$.items[0]"),
+        (flush(items=[item(parts=((32, 2, 0),))]), r"$.items[0]"),
+        (flush(items=[item(parts=((0, -2, 0),))]), r"$.items[0]"),
+        (flush(keys=KEY * 2 + b"k"), "`keys` has 65 bytes; 2 pages need 64"),
+        (flush(keys=KEY), "`keys` has 32 bytes; 2 pages need 64"),
+        (flush(items=[item(parent=b"k" * 31)]), "31 bytes in `parent` of seq 3"),
+        (flush(items=[item(parent=b"k" * 33)]), r"$.items[0]"),
+        (flush(items=[item(shed=True)]), "seq 3 is shed, yet has `parts`"),
+    ],
+)
+def test_a_bad_flush_is_told_which_field(spoilt: dict[str, Any], reason: str) -> None:
+    assert reason in told(codec.FROM_CLIENT, spoilt)
+
+
+def test_a_missing_field_is_named() -> None:
+    message = flush()
+    del message["fence"]
+    assert "`fence`" in told(codec.FROM_CLIENT, message)
+
+
+POOL = register()["pools"][0]
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (register(rank=2, world_size=2), "`rank` 2 in a world of 2"),
+        (register(world_size=0), "$.world_size"),
+        (register(world_size=65), "$.world_size"),
+        (register(allocations=[]), "$.allocations"),
+        (register(allocations=[{"size": 0}]), "$.allocations[0].size"),
+        (register(allocations=[{"size": 2**62 + 1}]), "$.allocations[0].size"),
+        (register(allocations=[{"size": 1, "handle": b"h" * 63}]), "`handle` of 63 bytes"),
+        (register(pools=[POOL, POOL]), "`pools` names one pool twice"),
+        (register(pools=[POOL | {"buffers": []}]), "$.pools[0].buffers"),
+        (register(pools=[POOL | {"name": ""}]), "$.pools[0].name"),
+        (register(pools=[POOL | {"num_pages": 2**40 + 1}]), "$.pools[0].num_pages"),
+        (register(pools=[POOL | {"colour": 1}]), "colour"),
+        (register(namespace={"model": "m" * 4097}), "$.namespace[...]"),
+    ],
+)
+def test_a_bad_registration_is_told_which_field(spoilt: dict[str, Any], reason: str) -> None:
+    assert reason in told(codec.FROM_LIFELINE, spoilt)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        CopyPart(0, ring=b"r" * 8, chunks=b"c" * 16, slots=b"s" * 4),
+        CopyPart(0, ring=b"r" * 8, chunks=b"c" * 8, slots=b"s" * 8),
+        CopyPart(0, ring=b"r" * 4, chunks=b"c" * 4, slots=b"s" * 2),
+    ],
+)
+def test_a_job_with_blobs_of_different_lengths_is_refused(part: CopyPart) -> None:
+    job = messages.BackupJob(job=1, session=1, tickets=[1], fence=0, consumed=0, parts=[part])
+    with pytest.raises(ProtocolError, match="differ in length"):
+        codec.TO_COPIER.decode(codec.encode(job))
+
+
+def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
+    with pytest.raises(ProtocolError, match="over the limit"):
+        codec.FROM_CLIENT.decode(bytes(limits.MAX_MESSAGE_BYTES + 1))
+    pages = limits.MAX_PAGES_PER_MESSAGE
+    part = Part(pool=0, pages=pages)
+    lookup = Lookup(request=1, epoch="", rid="r", parts=[part], keys=KEY * pages)
+    with pytest.raises(ProtocolError, match=r"Lookup of 16777\d+ bytes .* send fewer pages"):
+        codec.encode(lookup)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (codec.FROM_CLIENT, {"op": "flush", "items": 0}),
+        (codec.TO_CLIENT, {"op": "lookup_reply", "lengths": 0}),
+        (codec.TO_LIFELINE, {"op": "status_reply", "data": 0}),
+    ],
+)
+@pytest.mark.parametrize("length", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"])
+def test_a_collection_that_only_claims_to_be_long_is_refused_without_room_for_it(
+    decoder: codec.Decoder[Any], message: dict[str, Any], length: bytes
+) -> None:
+    head = msgspec.msgpack.encode(message)[:-1]
+    with pytest.raises(ProtocolError):
+        decoder.decode(head + length)
+
+
+def test_keys_are_split_where_they_meet() -> None:
+    assert codec.split_keys(b"") == []
+    assert codec.split_keys(b"a" * 32 + b"b" * 32) == [b"a" * 32, b"b" * 32]
+
+
+# --- frames -----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.binary(max_size=60), st.integers(0, limits.MAX_FDS)), max_size=6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+)
+def test_frames_come_out_whole_however_the_stream_was_cut(
+    sent: list[tuple[bytes, int]], cuts: list[int]
+) -> None:
+    stream = b"".join(codec.frame(payload, fds) for payload, fds in sent)
+    frames = codec.Frames()
+    received = []
+    at = turn = 0
+    while at < len(stream):
+        size = cuts[turn % len(cuts)]
+        received += frames.feed(stream[at : at + size])
+        at, turn = at + size, turn + 1
+    assert received == sent
+    assert frames.pending == 0
+
+
+def test_an_unfinished_frame_is_pending() -> None:
+    frames = codec.Frames()
+    stream = codec.frame(b"payload")
+    assert list(frames.feed(stream[:-1])) == []
+    assert frames.pending == len(stream) - 1
+    assert list(frames.feed(stream[-1:])) == [(b"payload", 0)]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ((limits.MAX_MESSAGE_BYTES + 1, 0), "over the limit"),
+        ((2**32 - 1, 0), "over the limit"),
+        ((0, limits.MAX_FDS + 1), "descriptors; the limit"),
+    ],
+)
+def test_an_oversized_frame_is_refused_at_its_header(header: tuple[int, int], reason: str) -> None:
+    frames = codec.Frames()
+    data = b"".join(n.to_bytes(4, "little") for n in header)
+    good = codec.frame(b"before")
+    received = frames.feed(good + data)
+    assert next(received) == (b"before", 0)
+    with pytest.raises(ProtocolError, match=reason):
+        next(received)
