@@ -115,7 +115,8 @@ class Members:
         if copier is None:
             raise ProtocolError(
                 f"`device` {info.device} is not served here; this daemon has "
-                f"{', '.join(self._state.copiers)}. Start it with `--devices all` or name the device"
+                f"{', '.join(self._state.copiers)}: start it with `--devices all`, or name the "
+                "device"
             )
         by_handle = [bool(allocation.handle) for allocation in info.allocations]
         if any(by_handle) == copier.device.startswith("host:"):

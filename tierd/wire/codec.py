@@ -23,8 +23,9 @@ _HEADER = struct.Struct("<II")
 class Decoder(Generic[T]):
     """Decodes one of a union of messages, or raises `ProtocolError` naming the field."""
 
-    def __init__(self, union: Any) -> None:
+    def __init__(self, union: Any, *, handshake: bool = False) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._handshake = handshake
 
     def decode(self, data: bytes | bytearray | memoryview) -> T:
         """Raises: ProtocolError: too long, not msgpack, unknown op, or a field out of schema."""
@@ -33,12 +34,38 @@ class Decoder(Generic[T]):
                 f"message of {len(data)} bytes is over the limit of {limits.MAX_MESSAGE_BYTES}; "
                 "send fewer pages at a time"
             )
+        if self._handshake:
+            check_version(data)
         try:
             message = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a valid message: {error}") from None
         check_blobs(message)
         return message
+
+
+class VersionMismatchError(ProtocolError):
+    """The two ends speak different protocols. The text names which to upgrade."""
+
+
+def check_version(data: bytes | bytearray | memoryview) -> None:
+    """Look at a lifeline message's `protocol` before its schema, which other versions may not
+    share: all versions have that field, as an integer, at the top.
+
+    Raises: VersionMismatchError: another version's. ProtocolError: not msgpack.
+    """
+    try:
+        fields = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a valid message: {error}") from None
+    theirs = fields.get("protocol") if isinstance(fields, dict) else None
+    ours = limits.PROTOCOL_VERSION
+    if isinstance(theirs, int) and theirs != ours:
+        behind = "the client" if theirs < ours else "the daemon"
+        raise VersionMismatchError(
+            f"the client speaks protocol {theirs}, the daemon {ours}: upgrade {behind} "
+            "(pip install -U tierd) and start it again"
+        )
 
 
 def encode(message: messages.Message) -> bytes:
@@ -146,7 +173,7 @@ class Frames:
         return len(self._buffer)
 
 
-FROM_LIFELINE: Decoder[messages.FromLifeline] = Decoder(messages.FromLifeline)
+FROM_LIFELINE: Decoder[messages.FromLifeline] = Decoder(messages.FromLifeline, handshake=True)
 TO_LIFELINE: Decoder[messages.ToLifeline] = Decoder(messages.ToLifeline)
 FROM_CLIENT: Decoder[messages.FromClient] = Decoder(messages.FromClient)
 TO_CLIENT: Decoder[messages.ToClient] = Decoder(messages.ToClient)
