@@ -82,7 +82,7 @@ def failures(report: Figures) -> list[str]:
         ("pages_restored", "restored"),
     ):
         if name in report and not report[name]:
-            reasons.append(f"no page was {what}")
+            reasons.append(f"no page was {what}; more --turns or less --memory would show it")
     return reasons
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tierd_client.client import TierClient
+from tierd_client import TierClient
 from tierd_client.demo.engine import Engine
 from tierd_client.demo.pages import DevicePages
 from tierd_client.demo.presets import CUDA, HOST
@@ -36,7 +37,9 @@ def main() -> None:
         torch.cuda.set_device(options.rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
-    device = torch.device(options.device)
+    device = torch.device("cuda" if on_cuda else "cpu")
+    # All ranks are on this host, which may have no other interface that works.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{options.rendezvous}",

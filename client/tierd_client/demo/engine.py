@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tierd_client.client import PoolPages, TierClient
+from tierd_client import PoolPages, TierClient
 from tierd_client.demo.cache import DeviceCache
 from tierd_client.demo.pages import DevicePages
 from tierd_client.demo.workload import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierd_client.client import DeviceBuffer, DevicePool
+from tierd_client import DeviceBuffer, DevicePool
 
 POISON = -0x5A5A5A5A5A5A5A5B
 """What a page holds before a restore: one that never arrives is then wrong in every byte."""

@@ -1,0 +1,63 @@
+"""README.md keeps its word: its example runs as it is shown, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from tierd.config import ServeOptions
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+TIMEOUT_S = 60
+
+
+def block(name: str) -> str:
+    """The code block under a comment `<!-- name -->`."""
+    match = re.search(rf"<!-- {name} -->\n```\w*\n(.*?)\n```", README, re.DOTALL)
+    assert match, f"README.md has no block {name!r}"
+    return match[1]
+
+
+def test_the_client_example_runs_as_shown(tmp_path: Path) -> None:
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    serve = [sys.executable, "-m", "tierd", "serve", "--devices=host", "--memory=64MiB"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, env=environ) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert select.select([daemon.stdout], [], [], TIMEOUT_S)[0]
+            assert daemon.stdout.readline().startswith("tierd ready on ")
+            example = subprocess.run(
+                [sys.executable, "-c", block("example: client")],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        finally:
+            daemon.terminate()
+            daemon.wait(TIMEOUT_S)
+    assert (example.returncode, example.stderr) == (0, "")
+    assert "kept=True" in example.stdout
+    assert "4]" in example.stdout
+
+
+def test_the_two_commands_are_where_ci_looks_for_them() -> None:
+    assert block("command: main").endswith("&& tierd demo")
+    assert block("command: test").endswith("&& pytest")
+
+
+def test_every_file_that_it_names_is_there() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_setting_is_in_its_table() -> None:
+    for name in ServeOptions.__dataclass_fields__:
+        assert f"\n| `{name.replace('_', '-')}` |" in README
