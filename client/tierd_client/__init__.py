@@ -4,10 +4,17 @@
 tree. It starts no Python thread.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from tierd.wire.errors import ProtocolError, RefusedError, TierdError
-from tierd_client.client import Ack, TierClient
-from tierd_client.pools import DeviceBuffer, DevicePool, PoolPages
-from tierd_client.restore import Restore
+
+if TYPE_CHECKING:
+    from tierd_client.client import Ack, TierClient
+    from tierd_client.pools import DeviceBuffer, DevicePool, PoolPages
+    from tierd_client.restore import Restore
 
 __all__ = [
     "Ack",
@@ -20,3 +27,19 @@ __all__ = [
     "TierClient",
     "TierdError",
 ]
+
+_HOME = {
+    "Ack": "client",
+    "DeviceBuffer": "pools",
+    "DevicePool": "pools",
+    "PoolPages": "pools",
+    "Restore": "restore",
+    "TierClient": "client",
+}
+
+
+def __getattr__(name: str) -> object:
+    # On first use: the watchdog process lives in this package and must not import torch.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
