@@ -41,6 +41,21 @@ RUNS = np.dtype([("page", "<u8"), ("block", "<u8"), ("position", "<u8"), ("pages
 """`pages` consecutive pages from `page` on, at consecutive positions of the host block at address
 `block`."""
 
+PROGRESSIONS = np.dtype(
+    [
+        ("device", "<u8"),
+        ("host_offset", "<u8"),
+        ("row_bytes", "<u8"),
+        ("page_stride", "<u8"),
+        ("depth", "<u8"),
+        ("device_stride", "<u8"),
+        ("host_stride", "<u8"),
+    ]
+)
+"""Equal rows at one constant stride inside one device allocation. Page p of member i lies at
+device + i * device_stride + p * page_stride, and at host_offset + i * host_stride of a host block,
+row_bytes further for each position."""
+
 BOX_DEPTH = 8
 """Rows that a box needs to be worth its price: one operation of the 3D batch call costs 2.5-3.3 us,
 one row of the 1D call 0.43 us (README)."""
@@ -83,33 +98,17 @@ class Path(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Progression:
-    """Equal rows at one constant stride inside one device allocation.
-
-    Page p of its member i lies at `device + i * device_stride + p * page_stride`, and at
-    `host_offset + i * host_stride` of a host block, `row_bytes` further for each position.
-    """
-
-    device: int
-    host_offset: int
-    row_bytes: int
-    page_stride: int
-    depth: int
-    device_stride: int
-    host_stride: int
-
-
-@dataclass(frozen=True)
 class Group:
-    """Some layers of a pool: how to reach their rows, and how many bytes a page has there."""
+    """Some layers of a pool: how to reach their rows (dtype PROGRESSIONS), and how many bytes a
+    page has there."""
 
-    progressions: tuple[Progression, ...]
+    progressions: Records
     page_bytes: int
 
     @property
     def rows(self) -> int:
         """Rows of one page."""
-        return sum(p.depth for p in self.progressions)
+        return int(self.progressions["depth"].sum())
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class PoolPlan:
         whole = self.group(0, self.layers)
         if self.path is Path.STRIDED:
             return f"strided: {whole.rows} rows a page in {len(whole.progressions)} boxes"
-        narrow = any(p.row_bytes < NARROW_ROW_BYTES for p in whole.progressions)
+        narrow = (whole.progressions["row_bytes"] < NARROW_ROW_BYTES).any()
         aside = f"; restores of narrow rows in {len(whole.progressions)} boxes" if narrow else ""
         return f"rows: {whole.rows} rows a page{aside}"
 
@@ -161,7 +160,7 @@ class PoolPlan:
         if group is None:
             chosen = [n for n, b in enumerate(self.pool.buffers) if first <= b.layer < end]
             group = Group(
-                progressions=tuple(self._fold(chosen)),
+                progressions=np.array(list(self._fold(chosen)), PROGRESSIONS),
                 page_bytes=sum(self.pool.buffers[n].row_bytes for n in chosen),
             )
             self._groups[first, end] = group
@@ -197,7 +196,7 @@ class PoolPlan:
 
     def pieces(self, group: Group, runs: Records, direction: Direction) -> Iterator[Batch]:
         """`batch`, cut so that each piece is a short time's work."""
-        if not group.progressions:
+        if not len(group.progressions):
             return
         for piece in cut(runs, self._runs_a_piece(group), group.page_bytes):
             yield self.batch(group, piece, direction)
@@ -207,7 +206,7 @@ class PoolPlan:
             return max(1, PIECE_ROWS // group.rows)
         return max(1, PIECE_BOXES // len(group.progressions))
 
-    def _fold(self, chosen: Sequence[int]) -> Iterator[Progression]:
+    def _fold(self, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
         host = self.host
         alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         for number in chosen:
@@ -219,14 +218,14 @@ class PoolPlan:
         for (_, row_bytes, page_stride), points in alike.items():
             for members in progressions(sorted(points), merged * row_bytes):
                 (device, offset), (beyond, further) = members[0], members[min(1, len(members) - 1)]
-                yield Progression(
-                    device=device,
-                    host_offset=offset,
-                    row_bytes=row_bytes,
-                    page_stride=page_stride,
-                    depth=len(members),
-                    device_stride=beyond - device,
-                    host_stride=further - offset,
+                yield (
+                    device,
+                    offset,
+                    row_bytes,
+                    page_stride,
+                    len(members),
+                    beyond - device,
+                    further - offset,
                 )
 
 
@@ -271,26 +270,20 @@ def cut(runs: Records, most_runs: int, page_bytes: int) -> Iterator[Records]:
         start, moved = end, int(ends[end - 1])
 
 
-def operations(folded: Sequence[Progression], runs: Records) -> Records:
-    """One operation for each run and progression. Shape: (n,), dtype OPS.
+def operations(folded: Records, runs: Records) -> Records:
+    """One operation for each progression and run. Shape: (n,), dtype OPS.
 
     A run of several pages makes sense only where their rows are adjacent on the device.
     """
-    parts: list[Records] = []
-    for progression in folded:
-        row, apart = np.uint64(progression.row_bytes), np.uint64(progression.page_stride)
-        place = runs["block"] + np.uint64(progression.host_offset)
-        ops = np.zeros(len(runs), OPS)
-        ops["device"] = np.uint64(progression.device) + runs["page"] * apart
-        ops["host"] = place + runs["position"] * row
-        ops["width"] = runs["pages"] * row
-        ops["depth"] = progression.depth
-        ops["device_stride"] = progression.device_stride
-        ops["host_stride"] = progression.host_stride
-        parts.append(ops)
-    if not parts:
-        return np.zeros(0, OPS)
-    ops = np.concatenate(parts)
+    each = folded[:, None]
+    ops: Records = np.zeros((len(folded), len(runs)), OPS)
+    ops["device"] = each["device"] + runs["page"] * each["page_stride"]
+    place = runs["block"] + each["host_offset"]
+    ops["host"] = place + runs["position"] * each["row_bytes"]
+    ops["width"] = runs["pages"] * each["row_bytes"]
+    for name in ("depth", "device_stride", "host_stride"):
+        ops[name] = each[name]
+    ops = ops.reshape(-1)
     # Rows that follow each other without a gap on both sides are one longer row.
     dense = (ops["device_stride"] == ops["width"]) & (ops["host_stride"] == ops["width"])
     ops["width"][dense] *= ops["depth"][dense]
