@@ -60,6 +60,8 @@ def structs(cls: type) -> st.SearchStrategy[Any]:
     info = inspect.type_info(cls)
     assert isinstance(info, inspect.StructType)
     fields = {field.name: values(field.type) for field in info.fields}
+    if "protocol" in fields:
+        fields["protocol"] = st.just(limits.PROTOCOL_VERSION)
     if cls is Part:
         fields["pages"] = st.integers(0, 3)
     return st.builds(cls, **fields).map(fitting)
@@ -238,6 +240,23 @@ def test_a_missing_field_is_named() -> None:
     message = flush()
     del message["fence"]
     assert "`fence`" in told(codec.FROM_CLIENT, message)
+
+
+@pytest.mark.parametrize(
+    ("version", "upgrade"),
+    [(limits.PROTOCOL_VERSION - 1, "the client"), (limits.PROTOCOL_VERSION + 1, "the daemon")],
+)
+def test_another_version_is_told_which_end_to_upgrade_whatever_else_it_says(
+    version: int, upgrade: str
+) -> None:
+    for message in (
+        register(protocol=version),
+        register(protocol=version, colour="red"),
+        {"op": "a later one", "protocol": version},
+    ):
+        said = told(codec.FROM_LIFELINE, message)
+        assert f"the client speaks protocol {version}" in said
+        assert f"upgrade {upgrade} " in said
 
 
 POOL = register()["pools"][0]
