@@ -60,7 +60,7 @@ class BackupDesk:
             group.sequencer is not None
             and group.sequencer.ready(now) is not None
             and not self._is_full(group)
-            and not self._state.room.busy
+            and not group.waits_for_room
             for group in self._state.groups.values()
         )
 
@@ -100,6 +100,7 @@ class BackupDesk:
         for group in list(self._state.groups.values()):
             if group.sequencer is None or group.backups is None:
                 continue
+            group.waits_for_room = False
             batches: dict[int, Batch] = {}
             while time.monotonic() < until:
                 if not self._decide_next(group, group.sequencer, group.backups, batches, now):
@@ -140,12 +141,15 @@ class BackupDesk:
                 catalog, lack.pool, lack.missing, self._state.sharers(catalog)
             )
             if made is None and sequencer.oldest_s(now) < ROOM_TIMEOUT_S:
+                group.waits_for_room = True
                 return False
             if not made:
                 sequencer.decided(seq)
                 backups.shed(seq)
             return True
         sequencer.decided(seq)
+        for pool in pools:
+            self._state.room.grow_ahead(catalog, pool, self._state.sharers(catalog))
         for rank, mine in offers.items():
             session = group.sessions[rank]
             batch = batches.setdefault(rank, Batch(mine.fence))

@@ -84,11 +84,6 @@ class Copier:
         self._process: subprocess.Popen[bytes] | None = None
         self._failures = 0
 
-    @property
-    def caught_up(self) -> bool:
-        """Ready, and every chunk it was told of is pinned."""
-        return self.state is CopierState.READY and all(self.chunks.values())
-
     def start(self) -> None:
         """Start the process; `CopierReady` says when it can work."""
         ours, theirs = socket.socketpair()

@@ -38,6 +38,8 @@ class Session:
     epoch: str
     group: Group = field(repr=False)
     attached: bool = False
+    lacks: set[int] = field(default_factory=set)
+    """Chunks with pages in them that its copier has still to pin."""
     welcomed: bool = False
     paths: list[str] = field(default_factory=list)
     consumed: list[int] = field(default_factory=lambda: [0, 0])
@@ -98,6 +100,8 @@ class Group:
     sessions: dict[int, Session] = field(default_factory=dict)
     sequencer: Sequencer | None = None
     backups: Backups | None = None
+    waits_for_room: bool = False
+    """The next backup cannot be decided before a chunk is pinned or given back."""
     acks: list[tuple[int, bool]] = field(default_factory=list)
     catalogs: dict[str, Catalog] = field(default_factory=dict)
 
@@ -109,9 +113,9 @@ class Group:
 
     @property
     def serving(self) -> bool:
-        """Complete, and every rank's copier can work right now."""
+        """Complete, and every rank's copier can reach every page right now."""
         return self.complete and all(
-            session.attached and session.copier.caught_up for session in self.sessions.values()
+            session.attached and not session.lacks for session in self.sessions.values()
         )
 
     def digest(self, epoch: str) -> bytes:

@@ -134,8 +134,9 @@ class Members:
 
     def attach(self, session: Session) -> None:
         """Have the rank's copier map its pools and the chunks that its shard lives in."""
+        session.lacks.clear()
         for catalog in session.group.catalogs.values():
-            self._state.room.share(catalog, session.info.rank, session.copier)
+            session.lacks |= self._state.room.share(catalog, session.info.rank, session.copier)
         session.copier.send(
             messages.Attach(
                 session=session.number,
@@ -245,6 +246,12 @@ class Members:
         group.leases.end_all()
         self._state.catalog(group, message.epoch)
         self._state.forget_epochs(group)
+
+    def chunk_ready(self, copier: Copier, chunk: int) -> None:
+        """A copier has pinned a chunk."""
+        for session in self._state.sessions.values():
+            if session.copier is copier:
+                session.lacks.discard(chunk)
 
     def detached(self, session: int) -> None:
         """A copier has let go of a dead rank's memory."""

@@ -64,11 +64,19 @@ class RoomKeeper:
         """Chunk numbers and slots within them of a pool's slots, for one shard."""
         return self._rows[id(pool)].locate(slots, shard)
 
-    def share(self, catalog: Catalog, shard: int, holder: Copier) -> None:
-        """A copier will work on a shard of a catalog: have it pin what it lacks."""
-        for pool in catalog.pools.values():
-            for row in self._rows[id(pool)].rows.values():
-                self._add(holder, row[shard])
+    def share(self, catalog: Catalog, shard: int, holder: Copier) -> set[int]:
+        """A copier will work on a shard of a catalog: have it pin what it lacks.
+
+        Returns: the chunks in which it cannot reach the pages yet.
+        """
+        chunks = [
+            row[shard]
+            for pool in catalog.pools.values()
+            for row in self._rows[id(pool)].rows.values()
+        ]
+        for chunk in chunks:
+            self._add(holder, chunk)
+        return {chunk.number for chunk in chunks if not holder.chunks[chunk.number]}
 
     def make_room(
         self,
@@ -82,13 +90,7 @@ class RoomKeeper:
         Returns: True: they are free now. None: a chunk is on its way; ask again later. False:
             there is no room to be had.
         """
-        host = pool.host
-        rows = -(-missing // host.chunk_slots)
-        if any(key[0] == id(pool) for key in self._claims):
-            return None
-        while rows and self.store.fits(host, catalog.world_size):
-            self._claim(catalog, pool, sharers)
-            rows -= 1
+        self._grow(catalog, pool, missing, sharers)
         if any(key[0] == id(pool) for key in self._claims):
             return None
         wanted = pool.free_slots + missing
@@ -99,8 +101,16 @@ class RoomKeeper:
             return None
         return None if self._take_from_another(pool) else False
 
+    def grow_ahead(
+        self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
+    ) -> None:
+        """Have a chunk pinned before the last one is full, while the budget lasts."""
+        if pool.free_slots < pool.host.chunk_slots:
+            self._grow(catalog, pool, 1, sharers)
+
     def ready(self, holder: Copier, number: int, error: str) -> None:
         """A copier has pinned a chunk, or could not."""
+        holder.chunks[number] = not error
         for (pool_id, ordinal), waiting in list(self._claims.items()):
             if (holder.device, number) not in waiting:
                 continue
@@ -165,6 +175,20 @@ class RoomKeeper:
         self._drops.clear()
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _grow(
+        self,
+        catalog: Catalog,
+        pool: PagePool,
+        slots: int,
+        sharers: Sequence[tuple[int, Copier]],
+    ) -> None:
+        """Claim chunks for so many more slots, less what is being pinned already."""
+        pinning = sum(key[0] == id(pool) for key in self._claims)
+        rows = -(-slots // pool.host.chunk_slots) - pinning
+        while rows > 0 and self.store.fits(pool.host, catalog.world_size):
+            self._claim(catalog, pool, sharers)
+            rows -= 1
 
     def _claim(
         self, catalog: Catalog, pool: PagePool, sharers: Iterable[tuple[int, Copier]]

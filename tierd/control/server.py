@@ -171,7 +171,8 @@ class Control:
             or state.room.busy
             or any(g.sequencer and g.sequencer.waiting for g in state.groups.values())
             or any(len(g.leases) or g.leases.restoring for g in state.groups.values())
-            or any(copier.jobs or not copier.caught_up for copier in state.copiers.values())
+            or any(copier.jobs for copier in state.copiers.values())
+            or any(copier.state is not CopierState.READY for copier in state.copiers.values())
             or any(catalog.private for catalog in state.catalogs.values())
         )
 
@@ -309,7 +310,7 @@ class Control:
                     log.warning("a copy on %s failed: %s", copier.device, message.error)
                 job.done(message.ok, False)
         elif isinstance(message, messages.ChunkReady):
-            copier.chunks[message.chunk] = True
+            self._members.chunk_ready(copier, message.chunk)
             self._state.room.ready(copier, message.chunk, message.error)
         elif isinstance(message, messages.ChunkDropped):
             copier.chunks.pop(message.chunk, None)
