@@ -310,13 +310,14 @@ def test_pages_are_backed_up_and_restored_byte_for_byte(
     assert pool.plan.path is path
     rng = np.random.default_rng(row)
     # A run that merges, then pages from everywhere.
-    pages = [*range(40, 60), *(int(n) for n in rng.permutation(40))]
     slots = [*range(20), *(int(n) for n in 20 + rng.permutation(pool.slots - 20)[:40])]
+    apart = len(slots) - 20
+    pages = [*range(40, 60), *(int(n) for n in rng.permutation(40)[:apart])]
     pool.move(Direction.BACKUP, pages, slots)
     for page, slot in zip(pages, slots, strict=True):
         assert pool.slot(slot) == pool.rank.ask("page", page)
 
-    targets = [*range(100, 120), *(int(n) for n in 120 + rng.permutation(80)[:40])]
+    targets = [*range(100, 120), *(int(n) for n in 120 + rng.permutation(80)[:apart])]
     pool.rank.ask("remember")
     pool.move(Direction.RESTORE, targets, slots)
     for target, page in zip(targets, pages, strict=True):
