@@ -23,7 +23,6 @@ from tierd.cli.demo_report import as_table, daemon_figures, failures, summarise
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
 from tierd.cli.status import fetch
-from tierd.memory.limits import parse_size
 from tierd.wire.errors import ConfigError
 
 EPILOG = """
@@ -54,6 +53,12 @@ def demo(
             help="The daemon's host memory. Default: 128MiB a rank, on CUDA 12GiB a rank.",
         ),
     ] = None,
+    memory_check: Annotated[
+        bool,
+        typer.Option(
+            help="Compare that with what is free; see `tierd serve --help`.", show_default=False
+        ),
+    ] = True,
     arena: Annotated[
         bool, typer.Option("--arena", help="One allocation for all layers, not one a layer.")
     ] = False,
@@ -77,13 +82,14 @@ def demo(
         )
         device, ranks = "host", 1
     kind, devices = _choose_devices(device, ranks)
-    nbytes = parse_size(memory) if memory else MEMORY_PER_RANK[kind] * ranks
+    serve = ["--memory", memory or str(MEMORY_PER_RANK[kind] * ranks), "--devices", devices]
+    serve += [] if memory_check else ["--no-memory-check"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tierd-demo-") as name, _progress() as progress:
         directory = Path(name)
         socket = directory / "tierd.sock"
-        with running_daemon(socket, nbytes, devices, directory / "daemon.log"):
+        with running_daemon(socket, serve, directory / "daemon.log"):
             if sglang:
                 report = _run_sglang(socket, progress)
             else:

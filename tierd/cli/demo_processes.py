@@ -29,14 +29,13 @@ class DemoFailedError(TierdError):
 
 @contextlib.contextmanager
 def running_daemon(
-    socket: Path, memory_bytes: int, devices: str, log: Path
+    socket: Path, flags: Sequence[str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A real `tierd serve`, from its ready line to its clean end.
+    """A real `tierd serve` with these flags, from its ready line to its clean end.
 
     Raises: DemoFailedError: it never got ready, or its end was not clean.
     """
-    command = [sys.executable, "-m", "tierd", "serve", "--log-level", "info"]
-    command += ["--socket", str(socket), "--memory", str(memory_bytes), "--devices", devices]
+    command = [sys.executable, "-m", "tierd", "serve", "--socket", str(socket), *flags]
     with log.open("wb") as stderr:
         daemon = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
     try:
