@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import typing
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from tierd.wire import codec, limits, messages
+from tierd.wire import codec, layout, limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.messages import BackupItem, CopyPart, Flush, Lookup, Message, Part, Restore
 
@@ -376,3 +379,56 @@ def test_an_oversized_frame_is_refused_at_its_header(header: tuple[int, int], re
     assert next(received) == (b"before", 0)
     with pytest.raises(ProtocolError, match=reason):
         next(received)
+
+
+# --- the document -----------------------------------------------------------------------------
+
+DOCUMENT = (Path(codec.__file__).parents[1] / "PROTOCOL.md").read_text()
+
+
+def first_cells(section: str) -> list[str]:
+    """The names in the first column of a section's tables."""
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+
+def documented() -> dict[str, list[str]]:
+    """Per message or struct of the document, its fields."""
+    sections = re.split(r"^##+ ", DOCUMENT, flags=re.MULTILINE)
+    return {
+        match[1]: first_cells(section)
+        for section in sections
+        if (match := re.match(r"`(\w+)`\n", section))
+    }
+
+
+def test_the_document_describes_every_message_of_a_client_field_by_field() -> None:
+    structs: dict[str, type] = {
+        cls.__struct_config__.tag: cls
+        for name in ("from lifeline", "to lifeline", "from client", "to client")
+        for cls in typing.get_args(CONVERSATIONS[name][0])
+    }
+    parts = (messages.Allocation, messages.PoolSpec, messages.BufferSpec, Part, BackupItem)
+    structs |= {cls.__name__: cls for cls in (*parts, messages.RestoreItem)}
+    assert documented() == {name: list(cls.__struct_fields__) for name, cls in structs.items()}
+
+
+def test_the_document_has_the_limits_and_the_version() -> None:
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", DOCUMENT, re.MULTILINE))
+    ours = {k: str(v) for k, v in vars(limits).items() if k.startswith(("MAX_", "KEY_"))}
+    assert rows == ours
+    assert f"protocol version {limits.PROTOCOL_VERSION}." in DOCUMENT
+
+
+def test_the_document_has_the_segments_offsets() -> None:
+    spec = layout.SegmentSpec(8, 8, 5)
+    memory = bytearray(spec.nbytes)
+    segment = layout.Segment(memory, spec)
+    base = np.frombuffer(memory, np.uint8).ctypes.data
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (uint\d+)", DOCUMENT, re.MULTILINE)
+    seen = {name: (int(offset), dtype) for offset, name, dtype in rows if hasattr(segment, name)}
+    names = ("fence", "consumed", "verdict", "awaited", "ready", "layers")
+    fields = {name: getattr(segment, name) for name in names}
+    assert seen == {n: (f.ctypes.data - base, str(f.dtype)) for n, f in fields.items()}
+    assert f"{layout.SEGMENT_MAGIC:#x}" in DOCUMENT
+    shapes = {f"[{n}]" for n in (layout.RESTORE_ENTRIES, layout.TICKETS)}
+    assert all(shape in DOCUMENT for shape in shapes)
