@@ -10,11 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
+
+from tierd.cli.gpus import visible_gpus
+from tierd.wire.errors import ConfigError
 
 TIERD = [sys.executable, "-m", "tierd"]
 TIMEOUT_S = 60
@@ -99,6 +105,58 @@ def test_status_is_tables_for_people(daemon: Daemon) -> None:
     assert status.returncode == 0
     for words in ("Pools", "Engines", "Copiers", "copy path", "hit rate", "host:1", "256.0 MiB"):
         assert words in status.stdout
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[TierClient]:
+    """A rank with two layers of 16 pages of 4 tokens, registered."""
+    layers = [torch.zeros(2, 64, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+    buffers = [DeviceBuffer(kv[half], i) for half in (0, 1) for i, kv in enumerate(layers)]
+    pool = DevicePool("kv", 4, buffers)
+    client = TierClient(daemon.path, [pool], namespace={"model": "m"}, instance="engine-of-tests")
+    assert client.connect()
+    yield client
+    client.close()
+
+
+def back_up(client: TierClient, key: bytes) -> bool:
+    """One page, waited for; whether it was kept."""
+    client.backup([PoolPages("kv", key, torch.arange(4))], parent=b"")
+    client.flush()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (acks := client.acks()):
+        assert time.monotonic() < deadline
+        client.flush()
+    return acks[0].kept
+
+
+def test_status_shows_engines_and_what_they_keep(daemon: Daemon, engine: TierClient) -> None:
+    assert back_up(engine, b"s" * 32)
+    (session,) = json.loads(daemon.tierd("status", "--json").stdout)["sessions"]
+    assert (session["pid"], session["rank"]) == (os.getpid(), 0)
+    table = daemon.tierd("status").stdout
+    assert "engine-of-tests" in table
+    assert "0 of 1" in table
+    assert "4 tok" in table
+
+
+def test_a_paused_daemon_misses_and_sheds_and_goes_on_where_it_was(
+    daemon: Daemon, engine: TierClient
+) -> None:
+    assert back_up(engine, b"p" * 32)
+    daemon.tierd("pause")
+    assert engine.lookup("while paused", [("kv", b"p" * 32)]) == []
+    assert not back_up(engine, b"q" * 32)
+    daemon.tierd("resume")
+    assert engine.lookup("resumed", [("kv", b"p" * 32)]) == [1]
+    engine.cancel("resumed")
+    assert back_up(engine, b"q" * 32)
+
+
+def test_what_was_cleared_is_not_found(daemon: Daemon, engine: TierClient) -> None:
+    assert back_up(engine, b"c" * 32)
+    daemon.tierd("clear")
+    assert engine.lookup("cleared", [("kv", b"c" * 32)]) == []
 
 
 def test_pause_is_seen_until_resume(daemon: Daemon) -> None:
@@ -227,6 +285,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert refused.returncode == 2
     assert words in refused.stderr
     assert refused.stdout == ""
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="CUDA can use the GPUs of this machine")
+def test_gpus_that_cuda_cannot_use_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    assert visible_gpus(tmp_path) == []
+    (tmp_path / "nvidiactl").touch()
+    assert visible_gpus(tmp_path) == []
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(ConfigError, match=r"this machine has GPUs, but .*--devices host"):
+        visible_gpus(tmp_path)
 
 
 def test_the_config_file_of_a_daemon_is_read(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def failures(report: Figures) -> list[str]:
         reasons.append(f"{report['bytes_wrong']} bytes are wrong")
     if not report["bytes_checked"]:
         reasons.append("no byte was checked")
+    if report.get("aborted"):
+        reasons.append(f"{report['aborted']} requests were aborted")
     if not report.get("ranks_agree", True):
         reasons.append("the ranks counted different things")
     for name, what in (
@@ -104,7 +106,7 @@ def _rows(report: Figures) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
 
     def row(label: str, name: str, form: str = "{:,}") -> None:
-        if name in report:
+        if report.get(name, "") != "":
             rows.append((label, form.format(report[name])))
 
     row("ranks", "ranks")

@@ -21,12 +21,15 @@ _NO_BINDINGS = 3
 _CUDA_ERROR = 4
 
 
-def visible_gpus() -> list[str]:
+def visible_gpus(dev: Path = Path("/dev")) -> list[str]:
     """UUIDs ("GPU-...", as nvidia-smi prints them) in CUDA's order; empty if there is none.
+
+    Args:
+        dev: Where the driver's device files are.
 
     Raises: ConfigError: there are GPUs, but they cannot be used from here; it says why.
     """
-    if not has_gpu_device_files():
+    if not _has_gpu(dev):
         return []
     try:
         probe = subprocess.run(
@@ -55,7 +58,7 @@ def visible_gpus() -> list[str]:
     return [str(gpu) for gpu in json.loads(probe.stdout)]
 
 
-def has_gpu_device_files(dev: Path = Path("/dev")) -> bool:
+def _has_gpu(dev: Path) -> bool:
     """Whether the NVIDIA driver gives this machine, or this container, a GPU."""
     return any(path.name.removeprefix("nvidia").isdigit() for path in dev.glob("nvidia[0-9]*"))
 
