@@ -1,9 +1,9 @@
 """Releases the engine's waiting streams when control and the rank's copier have both died.
 
-While one of them lives it releases what will never be restored. When both are gone, the engine's
-scheduler thread may sit inside a synchronising CUDA call behind a stream that waits for a layer
-word, so only another process can set the word: this one. It costs the engine no thread and no
-GIL, imports no torch, and goes when the engine goes.
+While control lives it releases what will never be restored, and ends a copier that hangs. When it
+is gone, the engine's scheduler thread may sit inside a synchronising CUDA call behind a stream that
+waits for a layer word, so only another process can do both: this one. It costs the engine no thread
+and no GIL, imports no torch, and goes when the engine goes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
+import math
 import mmap
 import os
 import select
@@ -19,11 +20,15 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 from tierd.wire.layout import RESTORE_ENTRIES, Segment, read_segment_spec
 
 RELEASE_INTERVAL_S = 0.05
 """How often waits are released while both are dead: one may be enqueued after their death."""
+COPIER_GRACE_S = 20.0
+"""A copier whose control is dead exits by itself, after the copies on the wire; one that has not by
+then hangs, and is killed: before its death nothing may be released."""
 _EXIT_S = 2.0
 _SERIAL = struct.Struct("<I")
 
@@ -35,12 +40,14 @@ class Watchdog:
 
     Args:
         segment_fd: The rank's segment; duplicated, so the caller keeps its own.
+        copier_grace_s: How long a copier may outlive its control.
 
     Raises: OSError: no process or no descriptor left.
     """
 
-    def __init__(self, segment_fd: int) -> None:
+    def __init__(self, segment_fd: int, *, copier_grace_s: float = COPIER_GRACE_S) -> None:
         self._segment_fd = os.dup(segment_fd)
+        self._copier_grace_s = copier_grace_s
         self._serial = 0
         self._armed_serial = 0
         self._start()
@@ -99,7 +106,10 @@ class Watchdog:
         fds = (self._segment_fd, theirs.fileno(), engine)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tierd_client.watchdog", *map(str, fds)],
+                [
+                    *(sys.executable, "-m", "tierd_client.watchdog"),
+                    *(str(argument) for argument in (*fds, self._copier_grace_s)),
+                ],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C in the engine's terminal must not end it while the engine shuts down.
@@ -115,7 +125,9 @@ class Watchdog:
             os.close(engine)
 
 
-def run(segment_fd: int, conversation: socket.socket, engine_pidfd: int) -> None:
+def run(
+    segment_fd: int, conversation: socket.socket, engine_pidfd: int, copier_grace_s: float
+) -> None:
     """Watch until the engine is gone or closes its end of the conversation.
 
     Raises: ProtocolError: the descriptor is not a segment.
@@ -125,40 +137,51 @@ def run(segment_fd: int, conversation: socket.socket, engine_pidfd: int) -> None
     poller = select.poll()
     poller.register(conversation, select.POLLIN)
     poller.register(engine_pidfd, select.POLLIN)
-    watched: tuple[int, ...] = ()
+    control = copier = -1
     living: set[int] = set()
+    kill_at = math.inf
     while True:
-        all_dead = bool(watched) and not living
-        if all_dead:
+        patience_s = None
+        if copier >= 0 and not living:
             for entry in range(RESTORE_ENTRIES):
                 segment.release(entry)
-        ready = {fd for fd, _ in poller.poll(RELEASE_INTERVAL_S * 1000 if all_dead else None)}
+            patience_s = RELEASE_INTERVAL_S
+        elif copier in living and kill_at < math.inf:
+            patience_s = max(0.0, kill_at - time.monotonic())
+        ready = {fd for fd, _ in poller.poll(None if patience_s is None else patience_s * 1000)}
         if engine_pidfd in ready:
             return
         for fd in ready & living:  # a pidfd is readable once its process is dead
             poller.unregister(fd)
             living.remove(fd)
+            if fd == control:
+                kill_at = time.monotonic() + copier_grace_s
         if conversation.fileno() in ready:
             serial, fds, _, _ = socket.recv_fds(conversation, _SERIAL.size, 2)
             if not serial:
                 return
-            if len(fds) != 2:
-                raise RuntimeError(f"{len(fds)} pidfds came; need control's and the copier's")
             for fd in living:
                 poller.unregister(fd)
-            for fd in watched:
-                os.close(fd)
-            watched = tuple(fds)
-            living = set(fds)
+            for fd in (control, copier):
+                if fd >= 0:
+                    os.close(fd)
+            control, copier = fds
+            living, kill_at = set(fds), math.inf
             for fd in fds:
                 poller.register(fd, select.POLLIN)
             conversation.send(serial, socket.MSG_NOSIGNAL)
+        elif copier in living and time.monotonic() >= kill_at:
+            kill_at = math.inf
+            # Its death, not this, lets go on whoever waits: another user's cannot be killed.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(copier, signal.SIGKILL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tierd_client.watchdog", description=__doc__)
     for name in ("segment_fd", "socket_fd", "engine_pidfd"):
         parser.add_argument(name, type=int)
+    parser.add_argument("copier_grace_s", type=float)
     args = parser.parse_args()
     # A service manager signals every process of the service at once; this one must outlast the
     # engine, and ends with it.
@@ -169,7 +192,7 @@ def main() -> None:
         contextlib.suppress(ConnectionError),  # the engine closed its end between two messages
     ):
         conversation.setblocking(False)
-        run(args.segment_fd, conversation, args.engine_pidfd)
+        run(args.segment_fd, conversation, args.engine_pidfd, args.copier_grace_s)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,20 @@ def test_while_one_of_them_lives_nothing_is_released(
         assert not segment.fields.layers.any()
 
 
+def test_a_copier_that_hangs_after_controls_death_is_killed_before_streams_are_released(
+    segment: SharedSegment,
+) -> None:
+    watchdog = Watchdog(segment.fd, copier_grace_s=0.2)
+    with peers(2) as (control, copier):
+        arm(watchdog, control, copier)
+        os.kill(copier.process.pid, signal.SIGSTOP)
+        await_layers(segment)
+        control.kill()
+        until(released(segment), "every layer word holds the awaited generation")
+        assert copier.process.wait(30) == -signal.SIGKILL
+    watchdog.close()
+
+
 def test_a_restore_of_the_next_daemon_is_not_released_on_account_of_the_last_one(
     segment: SharedSegment, watchdog: Watchdog
 ) -> None:
