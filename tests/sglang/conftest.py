@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sglang_harness import Daemon, write_model
+from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape, load_sglang
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +29,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed"))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon that serves."""
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def open_engine(daemon: Daemon, model: Path) -> Iterator[Callable[..., CpuEngine]]:
+    """Opens engines of one model in this process; closes them at the end."""
+    load_sglang()
+    from sglang.srt.server_args import ServerArgs
+
+    with ExitStack() as stack:
+
+        def open_one(**shape: Any) -> CpuEngine:
+            server_args = ServerArgs(model_path=str(model))
+            engine = CpuEngine(str(daemon.socket), EngineShape(**shape), server_args=server_args)
+            return stack.enter_context(engine)
+
+        yield open_one

@@ -15,7 +15,7 @@ import sys
 import time
 import types
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ class EngineShape:
     core: str = "python"
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request between its prefill and its end.
 
@@ -165,36 +165,28 @@ class CpuEngine:
             req.prefix_len += loaded
         return Running(req, tokens, device_hit, loaded)
 
-    def forward(self, running: Running, *, chunk_tokens: int | None = None) -> None:
-        """Start the queued loads and compute the rest of the prompt.
-
-        Args:
-            chunk_tokens: Prefill in chunks of so many tokens, each stashed in the tree before
-                the next one runs.
+    def forward(self, *batch: Running) -> None:
+        """Start the loads that are queued for these requests, and compute the rest of their
+        prompts, all of them in one batch.
 
         Raises: MemoryError: the pool is too small for it, even with everything else evicted.
         """
-        req = running.req
-        restore = self.tree.ready_to_load_host_cache()
-        self.requests.alloc([req])
-        reused = self.tree.prefix_device_indices(req)
-        row = self.requests.req_to_token[req.kv.req_pool_idx]
-        row[: len(reused)] = reused.to(row.dtype)
-        end = len(running.tokens)
-        while True:
-            chunk_end = min(end, req.prefix_len + (chunk_tokens or end))
-            self._extend(running, chunk_end, restore)
-            if chunk_end == end or running.aborted:
-                return
-            self._sg.checkpoint_kv_cache(req, self.tree)
-            restore = -1
+        self._run_batch({running: len(running.tokens) for running in batch})
 
-    def prefill(
-        self, rid: str, tokens: Sequence[int], *, chunk_tokens: int | None = None
-    ) -> Running:
+    def forward_in_chunks(self, running: Running, chunk_tokens: int) -> None:
+        """A prefill in chunks, each stashed in the tree before the next one runs."""
+        end = len(running.tokens)
+        while not running.aborted:
+            chunk_end = min(end, running.req.prefix_len + chunk_tokens)
+            self._run_batch({running: chunk_end})
+            if chunk_end == end:
+                return
+            self._sg.checkpoint_kv_cache(running.req, self.tree)
+
+    def prefill(self, rid: str, tokens: Sequence[int]) -> Running:
         """`admit` and `forward`."""
         running = self.admit(rid, tokens)
-        self.forward(running, chunk_tokens=chunk_tokens)
+        self.forward(running)
         return running
 
     def finish(self, running: Running) -> None:
@@ -265,29 +257,54 @@ class CpuEngine:
             raise MemoryError(f"{whole} tokens do not fit into {self.free_tokens} free ones")
         return slots[:count].to(torch.int64)
 
-    def _extend(self, running: Running, end: int, restore: int) -> None:
-        """One forward pass: reads the KV of everything before, writes that of the new tokens."""
-        req, start = running.req, running.req.prefix_len
+    def _run_batch(self, ends: Mapping[Running, int]) -> None:
+        """One forward pass that brings each request to its end."""
+        restore = self.tree.ready_to_load_host_cache()
+        for running, end in ends.items():
+            self._prepare(running.req, end)
+        self.linker.layer_done_counter.set_consumer(restore)
+        outcomes = [self._compute(running, end) for running, end in ends.items()]
+        failed = self.tree.finish_external_linker_loads([running.req for running in ends])
+        for running, (checked, wrong) in zip(ends, outcomes, strict=True):
+            running.aborted = running.req in failed
+            if not running.aborted:
+                running.checked += checked
+                running.wrong += wrong
+
+    def _prepare(self, req: Any, end: int) -> None:
+        """Fill the request's row of token slots, with those of reused KV and with new ones."""
+        start = req.prefix_len
+        if req.kv.req_pool_idx is None:
+            self.requests.alloc([req])
+            reused = self.tree.prefix_device_indices(req)
+            row = self.requests.req_to_token[req.kv.req_pool_idx]
+            row[:start] = reused.to(row.dtype)
         row = self.requests.req_to_token[req.kv.req_pool_idx]
         row[start:end] = self._allocate(end - start).to(row.dtype)
         req.extend_end = end
         req.kv.kv_committed_len = req.kv.kv_allocated_len = end
+
+    def _compute(self, running: Running, end: int) -> tuple[int, int]:
+        """Read the KV of everything before, write that of the new tokens.
+
+        Returns: the bytes read, and those among them that were wrong.
+        """
+        start = running.req.prefix_len
+        row = self.requests.req_to_token[running.req.kv.req_pool_idx]
         slots = row[:end].to(torch.int64).numpy()
         states = chain_states(running.tokens[:end], self.weights_version)
-        self.linker.layer_done_counter.set_consumer(restore)
         checked = wrong = 0
         for layer in range(self.shape.layers):
             # The pool's accessors wait for the layer, as a model's attention makes them do.
             for side, buffer in enumerate(self.kv.get_kv_buffer(layer)):
                 rows = buffer.view(torch.uint8).reshape(len(buffer), -1).numpy()
                 want = token_rows(states, 2 * layer + side, rows.shape[1])
-                wrong += int(np.count_nonzero(rows[slots[:start]] != want[:start]))
-                checked += start * rows.shape[1]
+                found = rows[slots[:start]]
+                if not np.array_equal(found, want[:start]):
+                    wrong += int(np.count_nonzero(found != want[:start]))
+                checked += found.size
                 rows[slots[start:]] = want[start:]
-        running.aborted = bool(self.tree.finish_external_linker_loads([req]))
-        if not running.aborted:
-            running.checked += checked
-            running.wrong += wrong
+        return checked, wrong
 
 
 def chain_states(tokens: Sequence[int], weights_version: int) -> U64:
@@ -304,12 +321,17 @@ def chain_states(tokens: Sequence[int], weights_version: int) -> U64:
 
 
 def token_rows(states: U64, buffer: int, row_bytes: int) -> U8:
-    """The KV that a buffer must hold for these tokens. Shape: (len(states), row_bytes)."""
-    columns = (np.arange(row_bytes, dtype=np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
-    with np.errstate(over="ignore"):
-        mixed = (states + np.uint64(buffer))[:, None] * (columns | np.uint64(1))
-    rows: U8 = (mixed >> np.uint64(32)).astype(np.uint8)
-    return rows
+    """The KV that a buffer must hold for these tokens.
+
+    Args:
+        row_bytes: Bytes of a token's row, a multiple of 8.
+
+    Shape: (len(states), row_bytes).
+    """
+    words = np.arange(1, row_bytes // 8 + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (states + np.uint64(buffer))[:, None] * (words | np.uint64(1))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed.view(np.uint8)
 
 
 def _allocator(sg: types.SimpleNamespace, shape: EngineShape, kv: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape
 
 _VOCABULARY = 50_000
-_SHAPE = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, head_dim=32)
+_SHAPE = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, heads=8, head_dim=128)
 
 
 def run(
     socket: str,
     *,
-    conversations: int = 12,
+    conversations: int = 16,
     turns: int = 8,
     turn_tokens: int = 48,
     shape: EngineShape = _SHAPE,
@@ -24,9 +24,9 @@ def run(
 ) -> dict[str, Any]:
     """Serve the turns of several conversations, one after the other, and check what comes back.
 
-    Every turn's prompt is the whole conversation so far. All of them together are larger than
-    the device's pool, so that most turns find their prefix evicted there and restored from the
-    daemon on `socket`.
+    Every turn's prompt is the whole conversation so far. All of them together (192 MiB by
+    default) are four times as large as the device's pool, so that most turns find their prefix
+    evicted there, and restored from the daemon on `socket` as far as it has kept it.
 
     Args:
         turn_tokens: New tokens a turn.

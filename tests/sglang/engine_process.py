@@ -1,0 +1,108 @@
+"""One rank of an engine, told what to do by lines of JSON on its standard input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from typing import Any
+
+import torch
+from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape, Running, load_sglang
+
+from tierd.wire.errors import RefusedError
+
+
+def serve(engine: CpuEngine, rid: str, tokens: list[int], chunk: int | None = None) -> Any:
+    engine.step()
+    running = engine.admit(rid, tokens)
+    if chunk is None:
+        engine.forward(running)
+    else:
+        engine.forward_in_chunks(running, chunk)
+    engine.finish(running)
+    return _as_json(running)
+
+
+def drain(engine: CpuEngine) -> None:
+    engine.drain()
+
+
+def evict(engine: CpuEngine) -> int:
+    return engine.evict()
+
+
+def flush_cache(engine: CpuEngine) -> None:
+    engine.flush_cache()
+
+
+def weights_change(engine: CpuEngine) -> None:
+    engine.linker.weights_change()
+    engine.weights_version += 1
+
+
+def state(engine: CpuEngine) -> Any:
+    engine.tree.sanity_check()
+    return {
+        "connected": engine.linker.client.connected,
+        "free": engine.free_tokens,
+        "locked": engine.locked_tokens,
+        "kept": engine.linker.stats.kept,
+        "offered": engine.linker.stats.offered,
+    }
+
+
+COMMANDS = {f.__name__: f for f in (serve, drain, evict, flush_cache, weights_change, state)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("socket")
+    parser.add_argument("model")
+    parser.add_argument("--core", default="python")
+    parser.add_argument("--page", type=int, default=4)
+    parser.add_argument("--group", nargs=3, metavar=("RENDEZVOUS", "RANK", "WORLD"))
+    arguments = parser.parse_args()
+    group = None
+    if arguments.group:
+        rendezvous, rank, world = arguments.group
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world)
+        )
+        group = torch.distributed.group.WORLD
+    load_sglang()
+    from sglang.srt.server_args import ServerArgs
+
+    shape = EngineShape(page_tokens=arguments.page, core=arguments.core)
+    server_args = ServerArgs(model_path=arguments.model)
+    try:
+        engine = CpuEngine(arguments.socket, shape, server_args=server_args, group=group)
+    except RefusedError as error:
+        _say(refused=str(error))
+        return
+    with engine:
+        _say(result="ready")
+        for line in sys.stdin:
+            command, keywords = json.loads(line)
+            try:
+                _say(result=COMMANDS[command](engine, **keywords))
+            except Exception as error:
+                _say(error=repr(error))
+                raise
+
+
+def _as_json(running: Running) -> dict[str, Any]:
+    return {
+        field.name: getattr(running, field.name)
+        for field in fields(running)
+        if field.name not in ("req", "tokens")
+    }
+
+
+def _say(**answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
