@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from tierd.cli.render import describe
 from tierd.memory.limits import format_size
 
 Figures = Mapping[str, Any]
@@ -132,9 +133,7 @@ def _rows(report: Figures) -> list[tuple[str, str]]:
     row("enqueue path, p50", "enqueue_p50_us", "{:,.0f} us a step")
     row("enqueue path, p99", "enqueue_p99_us", "{:,.0f} us a step")
     for copier in report.get("copiers", ()):
-        detail = ", ".join(f"{name} {value}" for name, value in copier["detail"].items())
-        if detail:
-            rows.append((f"copier of {copier['device']}", detail))
+        rows.append((f"copier of {copier['device']}", describe(copier["detail"])))
     row("seconds", "seconds")
     row("bytes checked", "bytes_checked")
     return rows

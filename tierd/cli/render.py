@@ -35,6 +35,15 @@ def rate_gbps(nbytes: int, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds else "-"
 
 
+def describe(detail: Mapping[str, Any]) -> str:
+    """A copier's own words on one line: "gpu NVIDIA H200, gpu memory 524.0 MiB"."""
+    return ", ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')} "
+        f"{format_size(value) if name.endswith('_bytes') else value}"
+        for name, value in detail.items()
+    )
+
+
 def _headline(data: Mapping[str, Any]) -> RenderableType:
     memory, queue = data["memory"], data["queue"]
     text = Text()
@@ -114,7 +123,7 @@ def _copiers(copiers: list[Mapping[str, Any]]) -> Table:
             rate_gbps(copier["backup_bytes"], copier["backup_seconds"]),
             format_size(copier["restore_bytes"]),
             rate_gbps(copier["restore_bytes"], copier["restore_seconds"]),
-            ", ".join(f"{name} {value}" for name, value in copier["detail"].items()),
+            describe(copier["detail"]),
         )
     return table
 
@@ -133,8 +142,11 @@ def _table(
 
 
 def duration(seconds: float) -> str:
-    """ "12 s", "3 min", "5.0 h", "2.1 d"."""
-    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
+    """A duration for people: "12 s", "3 min", "5.0 h", "2.1 d"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 172800:
+        return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} d"

@@ -1,0 +1,112 @@
+"""What `tierd status` shows, from a status as a busy daemon on a GPU gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from tierd.cli.render import describe, duration, hit_rate, rate_gbps, render_status
+
+STATUS: dict[str, Any] = {
+    "version": "0.1.0",
+    "protocol": 1,
+    "pid": 77,
+    "socket": "/run/tierd/llama/tierd.sock",
+    "uptime_s": 7300.0,
+    "paused": True,
+    "memory": {"total_bytes": 64 << 30, "claimed_bytes": 16 << 30, "chunk_bytes": 64 << 20},
+    "pools": [
+        {
+            "namespace": "0123456789ab",
+            "pool": "kv",
+            "shards": 2,
+            "page_tokens": 64,
+            "slot_bytes": 9 << 20,
+            "slots_total": 1800,
+            "slots_used": 1234,
+            "bytes_total": 1800 * (9 << 20),
+            "bytes_used": 1234 * (9 << 20),
+            "pages": 1230,
+            "leased": 4,
+            "evictions": 56,
+            "hits": 300,
+            "misses": 100,
+            "copy_path": "strided",
+        }
+    ],
+    "queue": {"backups": 3, "backup_pages": 21, "restores": 1, "oldest_s": 0.25},
+    "sessions": [
+        {
+            "instance": "engine-a",
+            "rank": 1,
+            "world_size": 2,
+            "pid": 88,
+            "device": "GPU-b",
+            "namespace": "0123456789ab",
+            "epoch": "",
+            "connected_s": 90.0,
+            "software": "tierd_client 0.1.0",
+        }
+    ],
+    "copiers": [
+        {
+            "device": "GPU-b",
+            "pid": 99,
+            "state": "ready",
+            "restarts": 1,
+            "backup_pages": 10,
+            "backup_bytes": 50_000_000_000,
+            "backup_seconds": 1.0,
+            "restore_pages": 0,
+            "restore_bytes": 0,
+            "restore_seconds": 0.0,
+            "detail": {"gpu": "NVIDIA H200", "gpu_memory_bytes": 524 << 20},
+        }
+    ],
+    "counters": {},
+}
+
+
+def shown(status: dict[str, Any]) -> str:
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(render_status(status))
+    return capture.get()
+
+
+def test_a_busy_daemon_shows_its_pools_engines_and_copiers() -> None:
+    text = shown(STATUS)
+    for words in (
+        "up 2.0 h",
+        "PAUSED",
+        "16.0 GiB of 64.0 GiB claimed",
+        "3 backups (21 pages), 1 restores, oldest 0.2 s",
+        "1,234",
+        "75.0%",
+        "strided",
+        "1 of 2",
+        "90 s",
+        "50.0 GB/s",
+        "gpu NVIDIA H200, gpu memory 524.0 MiB",
+    ):
+        assert words in text
+
+
+def test_a_daemon_that_serves_says_nothing_of_a_pause() -> None:
+    assert "PAUSED" not in shown({**STATUS, "paused": False})
+
+
+def test_an_idle_daemon_has_empty_tables() -> None:
+    assert "Engines" in shown({**STATUS, "pools": [], "sessions": [], "copiers": []})
+
+
+def test_what_was_never_tried_has_no_rate() -> None:
+    assert hit_rate(0, 0) == "-"
+    assert rate_gbps(0, 0.0) == "-"
+    assert describe({}) == ""
+
+
+def test_durations_are_in_the_unit_that_people_would_use() -> None:
+    seconds = (12, 180, 7300, 400_000)
+    assert [duration(s) for s in seconds] == ["12 s", "3 min", "2.0 h", "4.6 d"]
