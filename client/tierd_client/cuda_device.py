@@ -6,6 +6,7 @@ Uses the driver API on the streams and the primary context of the engine's own t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ except ImportError as error:
     ) from error
 
 _IPC_CAPABLE = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_HANDLE_BYTES = 64
 _GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _WRITE_AFTER_BARRIER = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
 
@@ -93,7 +95,9 @@ class CudaDevice:
                 base, size = _call(driver.cuMemGetAddressRange, address)
                 base = int(base)
                 if base not in index_of:
-                    handle = bytes(_call(driver.cuIpcGetMemHandle, base).reserved)
+                    ipc = _call(driver.cuIpcGetMemHandle, base)
+                    # By address: releases of cuda-bindings differ in what the field is called.
+                    handle = ctypes.string_at(ipc.getPtr(), _HANDLE_BYTES)
                     index_of[base] = len(exports.allocations)
                     exports.allocations.append(Allocation(size=int(size), handle=handle))
                 exports.places.append((index_of[base], address - base))

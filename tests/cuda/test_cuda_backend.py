@@ -355,11 +355,15 @@ def test_words_are_written_behind_the_copies(
 
 def test_a_refused_call_fails_alone(attach: Callable[..., Attached], backend: Any) -> None:
     pool = attach(Shape("stock", layers=9, pages=200, row=131072))
-    bad = np.zeros(1, OPS)
-    bad["device"], bad["host"] = 4096, pool.host.chunks[0].address
-    bad["width"], bad["depth"] = 131072, 1
+    # From one allocation far into whatever lies behind it.
+    box = np.zeros(1, OPS)
+    box["device"], box["host"] = pool.attachment.addresses[0], pool.host.chunks[0].address
+    box["width"], box["depth"] = 131072, 2
+    box["device_stride"], box["host_stride"] = 1 << 30, 131072
+    row = box.copy()
+    row["width"], row["depth"] = 60 << 20, 1
     nothing = np.zeros(0, OPS)
-    for batch in (Batch(boxes=bad, rows=nothing), Batch(boxes=nothing, rows=bad)):
+    for batch in (Batch(boxes=box, rows=nothing), Batch(boxes=nothing, rows=row)):
         with pytest.raises(BackendError, match=r"cuMemcpy.*CUDA_ERROR") as refused:
             backend.submit(Direction.BACKUP, batch)
         assert not isinstance(refused.value, DeviceLostError)

@@ -661,8 +661,11 @@ class Bench:
         self.rank = small_layout(Rank(1))
         self.channel.send(AddChunk(chunk=0, size=4 << 20), [self.chunk.fd])
         self.channel.send(self.rank.attach(), self.rank.fds)
-        self.settle()
-        self.heard()
+        # Pinning is other threads' work: the attachment can be answered before it.
+        answers: set[type] = set()
+        while not answers >= {ChunkReady, Attached}:
+            self.settle()
+            answers |= {type(message) for message in self.heard()}
 
     def settle(self) -> None:
         while self.worker.turn() is Pace.BUSY:

@@ -22,6 +22,10 @@ from tierd.wire.geometry import HostLayout
 log = logging.getLogger("tierd.control")
 
 
+AHEAD_BYTES = 512 << 20
+"""Free room that a pool in use is kept at, a shard, while the budget lasts: pinning takes longer
+than a burst of backups may wait."""
+
 Tell = Callable[[Copier, messages.Message, "int | None"], None]
 
 
@@ -104,9 +108,10 @@ class RoomKeeper:
     def grow_ahead(
         self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
     ) -> None:
-        """Have a chunk pinned before the last one is full, while the budget lasts."""
-        if pool.free_slots < pool.host.chunk_slots:
-            self._grow(catalog, pool, 1, sharers)
+        """Have chunks pinned before the last one is full, while the budget lasts."""
+        slots = -(-AHEAD_BYTES // pool.host.slot_bytes)
+        if pool.free_slots < slots:
+            self._grow(catalog, pool, slots - pool.free_slots, sharers)
 
     def ready(self, holder: Copier, number: int, error: str) -> None:
         """A copier has pinned a chunk, or could not."""

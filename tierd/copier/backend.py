@@ -88,7 +88,8 @@ class Backend(Protocol):
         """Facts about the device for `tierd status`."""
 
     def map_chunk(self, fd: int, size: int) -> Chunk:
-        """Map a host chunk and make it fit for copies; its content stays."""
+        """Map a host chunk and make it fit for copies; its content stays. May be called from any
+        thread, unlike the rest."""
 
     def attach(
         self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory

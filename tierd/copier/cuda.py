@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 _MADV_POPULATE_WRITE = 23
 """linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class CudaBackend:
@@ -49,8 +51,8 @@ class CudaBackend:
         _call("cuInit", 0)
         self._device = _find(device)
         before = _used_bytes(device)
-        context = _call("cuDevicePrimaryCtxRetain", self._device)
-        _call("cuCtxSetCurrent", context)
+        self._context = _call("cuDevicePrimaryCtxRetain", self._device)
+        _call("cuCtxSetCurrent", self._context)
         self._streams = {
             direction: _call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             for direction in Direction
@@ -77,14 +79,8 @@ class CudaBackend:
         with ExitStack() as stack:
             memory = SharedMemory(fd, size)
             stack.callback(memory.close)
-            try:
-                memory.memory.madvise(_MADV_POPULATE_WRITE)
-            except OSError as error:
-                # An older kernel; the pages are then touched one by one while they are pinned.
-                if error.errno != errno.EINVAL:
-                    raise BackendError(
-                        f"cannot populate a chunk of {size} bytes: {error}"
-                    ) from error
+            _populate(memory)
+            _call("cuCtxSetCurrent", self._context)
             self._pin(stack, memory, _PORTABLE)
             return Chunk(memory.address, size, stack.pop_all())
 
@@ -199,6 +195,22 @@ class CudaBackend:
             if error not in (_SUCCESS, _NOT_READY):
                 raise DeviceLostError(text)
         raise BackendError(text)
+
+
+def _populate(memory: SharedMemory) -> None:
+    """Touch every page. By ctypes, because `mmap.madvise` keeps the GIL for as long as it takes.
+
+    Raises: BackendError: the machine has no memory left.
+    """
+    length, advice = ctypes.c_size_t(memory.size), ctypes.c_int(_MADV_POPULATE_WRITE)
+    if _LIBC.madvise(ctypes.c_void_p(memory.address), length, advice) == 0:
+        return
+    error = ctypes.get_errno()
+    # An older kernel says EINVAL; the pages are then touched one by one while they are pinned.
+    if error != errno.EINVAL:
+        raise BackendError(
+            f"cannot populate a chunk of {memory.size} bytes: {os.strerror(error)}"
+        )
 
 
 def _call(name: str, *arguments: Any) -> Any:

@@ -1,7 +1,8 @@
 """The copier's loop: messages from control in, copies submitted, retirements reported.
 
-One thread. It never waits for one rank: a job whose page numbers are not there yet is looked at
-again on the next turn, and at most two pieces of work a direction are on the wire.
+One thread decides and copies; a few more pin new chunks, which takes tens of milliseconds each.
+It never waits for one rank: a job whose page numbers are not there yet is looked at again on the
+next turn, and at most two pieces of work a direction are on the wire.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tierd.channel import Channel, ChannelClosed, close_all
@@ -27,6 +29,7 @@ DRAIN_TIMEOUT_S = 10.0
 """Copies that have not retired by then never will: the process ends and takes them with it."""
 IN_FLIGHT = 2
 """Pieces a direction on the wire: one is copied while the next one is prepared."""
+PINNING_THREADS = 2
 PAUSE_S = 20e-6
 """Between two looks at markers and ready words. The kernel adds its timer slack of 50 us."""
 _ERROR_CHARS = 4096
@@ -76,7 +79,8 @@ class Worker:
         self._clock = clock
         self._chunks: dict[int, Chunk] = {}
         self._users: dict[int, int] = {}
-        self._new_chunks: deque[tuple[messages.AddChunk, list[int]]] = deque()
+        self._pinning: dict[int, Future[Chunk]] = {}
+        self._pinners = ThreadPoolExecutor(PINNING_THREADS, "pin")
         self._dropped_chunks: set[int] = set()
         self._sessions: dict[int, Session] = {}
         self._leaving: list[Session] = []
@@ -116,7 +120,7 @@ class Worker:
         self._channel.flush()
         for message, fds in received:
             self._handle(message, fds)
-        moved = bool(received) | self._map_one_chunk()
+        moved = bool(received) | self._note_pinned()
         restores, backups = self._lanes[Direction.RESTORE], self._lanes[Direction.BACKUP]
         for lane in (restores, backups):
             moved |= self._retire(lane)
@@ -127,7 +131,8 @@ class Worker:
         moved |= self._submit(backups)
         if moved:
             return Pace.BUSY
-        return Pace.WAITING if any(s.unfinished for s in self._sessions.values()) else Pace.IDLE
+        waiting = bool(self._pinning) or any(s.unfinished for s in self._sessions.values())
+        return Pace.WAITING if waiting else Pace.IDLE
 
     def stop(self) -> None:
         """Drop what has not been submitted, wait for what has, and close every mapping.
@@ -147,8 +152,10 @@ class Worker:
             if self._clock() > deadline:
                 raise DeviceLostError("copies on the wire do not retire")
             time.sleep(PAUSE_S)
-        for _, fds in self._new_chunks:
-            close_all(fds)
+        self._pinners.shutdown(cancel_futures=True)
+        for future in self._pinning.values():
+            if not future.cancelled() and future.exception() is None:
+                future.result().close()
         for chunk in self._chunks.values():
             chunk.close()
         self._chunks.clear()
@@ -168,7 +175,7 @@ class Worker:
 
     def _handle(self, message: ToCopier, fds: list[int]) -> None:
         if isinstance(message, messages.AddChunk):
-            self._new_chunks.append((message, fds))
+            self._add_chunk(message, fds)
             return
         try:
             if isinstance(message, BackupJob | RestoreJob):
@@ -188,30 +195,46 @@ class Worker:
         finally:
             close_all(fds)
 
-    def _map_one_chunk(self) -> bool:
-        """One a turn: pinning takes milliseconds, and a restore may be waiting."""
-        if not self._new_chunks:
-            return False
-        message, fds = self._new_chunks.popleft()
+    def _add_chunk(self, message: messages.AddChunk, fds: list[int]) -> None:
+        number = message.chunk
         error = ""
-        try:
-            if message.chunk in self._chunks:
-                raise BackendError(f"chunk {message.chunk} is mapped already")
-            if len(fds) != 1:
-                raise BackendError(f"{len(fds)} descriptors came with chunk {message.chunk}")
-            self._chunks[message.chunk] = self._backend.map_chunk(fds[0], message.size)
-        except BackendError as failure:
-            error = str(failure)
-        finally:
+        if number in self._chunks or number in self._pinning:
+            error = f"chunk {number} is mapped already"
+        elif len(fds) != 1:
+            error = f"{len(fds)} descriptors came with chunk {number}"
+        if error:
             close_all(fds)
-        self._say(messages.ChunkReady(chunk=message.chunk, error=error[:_ERROR_CHARS]))
-        return True
+            self._say(messages.ChunkReady(chunk=number, error=error))
+            return
+
+        def pin() -> Chunk:
+            try:
+                return self._backend.map_chunk(fds[0], message.size)
+            finally:
+                close_all(fds)
+
+        self._pinning[number] = self._pinners.submit(pin)
+
+    def _note_pinned(self) -> bool:
+        """Take over the chunks that have been pinned since the last turn."""
+        done = [number for number, future in self._pinning.items() if future.done()]
+        for number in done:
+            error = ""
+            try:
+                self._chunks[number] = self._pinning.pop(number).result()
+            except BackendError as failure:
+                error = str(failure)
+            if number in self._dropped_chunks:
+                self._dropped_chunks.discard(number)
+                self._drop_chunk(number)
+            else:
+                self._say(messages.ChunkReady(chunk=number, error=error[:_ERROR_CHARS]))
+        return bool(done)
 
     def _drop_chunk(self, number: int) -> None:
-        for entry in list(self._new_chunks):
-            if entry[0].chunk == number:
-                self._new_chunks.remove(entry)
-                close_all(entry[1])
+        if number in self._pinning:
+            self._dropped_chunks.add(number)
+            return
         if self._users.get(number):
             self._dropped_chunks.add(number)
             return
