@@ -331,7 +331,8 @@ def token_rows(states: U64, buffer: int, row_bytes: int) -> U8:
     words = np.arange(1, row_bytes // 8 + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (states + np.uint64(buffer))[:, None] * (words | np.uint64(1))
     mixed ^= mixed >> np.uint64(31)
-    return mixed.view(np.uint8)
+    rows: U8 = mixed.view(np.uint8)
+    return rows
 
 
 def _allocator(sg: types.SimpleNamespace, shape: EngineShape, kv: Any) -> Any:

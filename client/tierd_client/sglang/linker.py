@@ -279,6 +279,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def close(self) -> None:
         """Leave the daemon. Pages stay there for the next engine."""
+        weights.unwatch(self)
         self._loads.clear()
         self.layer_done_counter.reset()
         self._queued.clear()

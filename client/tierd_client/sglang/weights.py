@@ -64,6 +64,11 @@ def watch(watcher: Watcher) -> None:
     _watchers.add(watcher)
 
 
+def unwatch(watcher: Watcher) -> None:
+    """The watcher has nothing to lose any more."""
+    _watchers.discard(watcher)
+
+
 def _watched(door: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(door)
     def announce_and_call(*args: Any, **kwargs: Any) -> Any:
