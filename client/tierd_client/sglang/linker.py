@@ -121,7 +121,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 instance=instance,
                 namespace=namespace(
                     server_args,
-                    kv_dtype=str(kvcache.dtype),
+                    kv_dtype=str(getattr(kvcache, "dtype", None)),
                     page_tokens=params.page_size,
                     instance=instance,
                     started_s=process_start_s(),
