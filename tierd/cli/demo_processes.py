@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -36,15 +37,14 @@ def running_daemon(
     Raises: DemoFailedError: it never got ready, or its end was not clean.
     """
     command = [sys.executable, "-m", "tierd", "serve", "--socket", str(socket), *flags]
-    with log.open("wb") as stderr:
-        daemon = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+    started: list[subprocess.Popen[bytes]] = []
     try:
+        _start(command, log, started)
+        (daemon,) = started
         _await_ready(daemon, log)
         yield daemon
-    except BaseException:
-        _end([daemon])
-        raise
-    _end([daemon])
+    finally:
+        _end(started)
     if daemon.returncode != 0:
         raise DemoFailedError(f"the daemon ended with {daemon.returncode}:\n{_tail(log)}")
     if socket.exists():
@@ -63,9 +63,7 @@ def running_group(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for command, log in zip(commands, logs, strict=True):
-            with log.open("wb") as stderr:
-                pipe = subprocess.PIPE
-                processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr))
+            _start(command, log, processes)
         deadline = time.monotonic() + RANKS_TIMEOUT_S
         yield _listen(processes, logs, on_progress, deadline)
         for process in processes:
@@ -75,6 +73,26 @@ def running_group(
                 raise DemoFailedError(_epitaph(process, log))
     finally:
         _end(processes)
+
+
+def _start(command: Sequence[str], log: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    """Start a process and note it in `started`.
+
+    A signal that ends the demo is held back meanwhile: whoever it interrupted between the fork and
+    the note would leave a process behind that nobody knows of.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers}
+    try:
+        with log.open("wb") as stderr:
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 def _listen(
