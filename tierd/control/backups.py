@@ -14,6 +14,7 @@ import numpy as np
 
 from tierd.control.catalog import PagePool
 from tierd.eviction.policy import Slots
+from tierd.wire import limits
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,11 @@ class Backups:
 
 
 def runs(seqs: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bytes]]:
-    """Results in order as runs of consecutive numbers: (first, one byte each)."""
+    """Results in order as runs of consecutive numbers, each of a message's size at most: (first,
+    one byte each)."""
     start = 0
     for i in range(1, len(seqs) + 1):
-        if i == len(seqs) or seqs[i][0] != seqs[i - 1][0] + 1:
+        full = i - start == limits.MAX_ITEMS_PER_FLUSH
+        if i == len(seqs) or full or seqs[i][0] != seqs[i - 1][0] + 1:
             yield seqs[start][0], bytes(kept for _, kept in seqs[start:i])
             start = i

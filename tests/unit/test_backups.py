@@ -1,0 +1,452 @@
+"""Backups of a group of ranks: decided once, copied once, acked in order, kept by all or none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tierd.control.backups import (
+    Backup,
+    Backups,
+    Copy,
+    NoRoomError,
+    Offer,
+    OfferPart,
+    Sequencer,
+    Writers,
+    runs,
+)
+from tierd.control.catalog import PagePool
+from tierd.eviction.policy import Slots
+from tierd.wire import limits
+from tierd.wire.geometry import host_layout
+
+TIMEOUT_S = 2.0
+
+
+class Headers:
+    """Slot headers in plain memory."""
+
+    def __init__(self) -> None:
+        self.state: dict[int, str] = defaultdict(lambda: "free")
+
+    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
+        assert self.state[slot] == "free"
+        self.state[slot] = "writing"
+
+    def committed(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            assert self.state[slot] == "writing"
+            self.state[slot] = "committed"
+
+    def freed(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            self.state[slot] = "free"
+
+
+def key(chain: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(bytes(chain)).digest()
+
+
+def make_pool(slots: int, name: str = "kv") -> PagePool:
+    host = host_layout([1 << 20], chunk_bytes=(slots << 20) + (1 << 20))
+    assert host.chunk_slots == slots
+    pool = PagePool(name, 16, host, 2, Headers())
+    pool.add_chunk(0)
+    return pool
+
+
+def offer(*chain: int, first: int = 0, epoch: str = "", ring: int = 0, pool: str = "kv") -> Offer:
+    """The pages of a chain from page `first` on."""
+    names = tuple(key(chain[: i + 1]) for i in range(first, len(chain)))
+    return Offer(epoch, (OfferPart(pool, names, ring),), 1, 0, key(chain[:first]) if first else b"")
+
+
+def committed(pool: PagePool, *chain: int) -> int:
+    """How many leading pages of a chain a lookup would find."""
+    return len(pool.prefix([key(chain[: i + 1]) for i in range(len(chain))]))
+
+
+class Engine:
+    """One group's backups on one pool, and what it has been told."""
+
+    def __init__(self, pool: PagePool, writers: Writers | None = None, ranks: int = 2) -> None:
+        self.pool = pool
+        self.acked: list[tuple[int, bool]] = []
+        self.backups = Backups(
+            ranks, Writers() if writers is None else writers, lambda s, k: self.acked.append((s, k))
+        )
+        self._seq = 0
+
+    def decide(self, one: Offer) -> tuple[Backup, list[Copy]]:
+        seq, self._seq = self._seq, self._seq + 1
+        return self.backups.decide(seq, one, [self.pool], seq + 1)
+
+    def shed(self) -> None:
+        seq, self._seq = self._seq, self._seq + 1
+        self.backups.shed(seq)
+
+    def copied(self, backup: Backup, *ranks: bool) -> None:
+        for ok in ranks:
+            self.backups.copied(backup, ok)
+
+
+# --- the order of reports ---------------------------------------------------------------------
+
+
+def test_a_number_is_decided_when_every_rank_has_reported_it() -> None:
+    sequencer = Sequencer({0: 0, 1: 0}, TIMEOUT_S)
+    assert sequencer.report(0, 0, offer(1), now=0.0)
+    assert sequencer.ready(0.0) is None
+    assert sequencer.report(1, 0, offer(1, ring=7), now=0.5)
+    ready = sequencer.ready(0.5)
+    assert ready is not None
+    seq, offers = ready
+    assert (seq, {rank: one.parts[0].ring for rank, one in (offers or {}).items()}) == (
+        0,
+        {0: 0, 1: 7},
+    )
+    sequencer.decided(0)
+    assert sequencer.ready(9.0) is None
+
+
+def test_numbers_are_decided_in_order_whatever_order_they_come_in() -> None:
+    sequencer = Sequencer({0: 0}, TIMEOUT_S)
+    for seq in (2, 0, 1):
+        sequencer.report(0, seq, offer(seq), now=0.0)
+    decided = []
+    while (ready := sequencer.ready(0.0)) is not None:
+        decided.append(ready[0])
+        sequencer.decided(ready[0])
+    assert decided == [0, 1, 2]
+
+
+def test_what_one_rank_sheds_is_shed_for_all() -> None:
+    sequencer = Sequencer({0: 0, 1: 0}, TIMEOUT_S)
+    sequencer.report(0, 0, offer(1), now=0.0)
+    sequencer.report(1, 0, None, now=0.0)
+    assert sequencer.ready(0.0) == (0, None)
+
+
+def test_a_rank_that_does_not_report_in_time_sheds_for_all_and_is_late_afterwards() -> None:
+    sequencer = Sequencer({0: 0, 1: 0}, TIMEOUT_S)
+    sequencer.report(0, 0, offer(1), now=0.0)
+    assert sequencer.ready(TIMEOUT_S - 0.01) is None
+    assert sequencer.ready(TIMEOUT_S) == (0, None)
+    sequencer.decided(0)
+    assert not sequencer.report(1, 0, offer(1), now=TIMEOUT_S)
+    assert sequencer.waiting == 0
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        offer(1, 2),
+        offer(1, epoch="e:1"),
+        offer(1, pool="swa"),
+        Offer("", offer(1).parts, 1, 0, None),
+        Offer("", (), 1, 0, b""),
+    ],
+    ids=["keys", "epoch", "pool", "parent", "parts"],
+)
+def test_offers_that_differ_between_ranks_are_shed(theirs: Offer) -> None:
+    sequencer = Sequencer({0: 0, 1: 0}, TIMEOUT_S)
+    sequencer.report(0, 0, offer(1), now=0.0)
+    sequencer.report(1, 0, theirs, now=0.0)
+    assert sequencer.ready(0.0) == (0, None)
+
+
+def test_a_duplicate_report_changes_nothing() -> None:
+    sequencer = Sequencer({0: 0}, TIMEOUT_S)
+    sequencer.report(0, 0, offer(1), now=0.0)
+    assert sequencer.report(0, 0, None, now=1.0)
+    assert sequencer.ready(1.0) == (0, {0: offer(1)})
+
+
+def test_a_group_begins_where_its_last_rank_begins() -> None:
+    sequencer = Sequencer({0: 3, 1: 8}, TIMEOUT_S)
+    assert not sequencer.report(0, 7, offer(1), now=0.0)
+    assert sequencer.report(0, 8, offer(1), now=0.0)
+
+
+def test_numbers_that_are_given_up_do_not_come_back() -> None:
+    sequencer = Sequencer({0: 0, 1: 0}, TIMEOUT_S)
+    for seq in (4, 1):
+        sequencer.report(0, seq, offer(1), now=0.0)
+    assert sequencer.oldest_s(1.5) == 1.5
+    assert sequencer.drop() == [1, 4]
+    assert sequencer.oldest_s(9.0) == 0.0
+    assert not sequencer.report(1, 4, offer(1), now=0.0)
+    assert sequencer.report(1, 5, offer(1), now=0.0)
+
+
+# --- from decision to ack ---------------------------------------------------------------------
+
+
+def test_a_page_is_visible_and_acked_when_the_last_rank_has_it() -> None:
+    engine = Engine(make_pool(8))
+    backup, (copy,) = engine.decide(offer(1, 2, 3))
+    assert copy.pages.tolist() == [0, 1, 2]
+    engine.copied(backup, True)
+    assert committed(engine.pool, 1, 2, 3) == 0
+    assert engine.acked == []
+    engine.copied(backup, True)
+    assert committed(engine.pool, 1, 2, 3) == 3
+    assert engine.acked == [(0, True)]
+
+
+def test_acks_come_in_order_although_copies_do_not() -> None:
+    engine = Engine(make_pool(8))
+    first, _ = engine.decide(offer(1))
+    engine.shed()
+    third, _ = engine.decide(offer(2))
+    engine.copied(third, True, True)
+    assert engine.acked == []
+    engine.copied(first, True, True)
+    assert engine.acked == [(0, True), (1, False), (2, True)]
+    assert len(engine.backups) == 0
+
+
+def test_pages_that_are_here_are_not_copied_again() -> None:
+    engine = Engine(make_pool(8))
+    backup, _ = engine.decide(offer(1, 2))
+    engine.copied(backup, True, True)
+    backup, (copy,) = engine.decide(offer(1, 2, 3))
+    assert copy.pages.tolist() == [2]
+    engine.copied(backup, True, True)
+    _, copies = engine.decide(offer(1, 2, 3))
+    assert copies == []
+    assert engine.acked == [(0, True), (1, True), (2, True)]
+    assert engine.pool.pages == 3
+
+
+@pytest.mark.parametrize("ok", [True, False], ids=["lands", "fails"])
+def test_a_page_in_flight_for_somebody_else_is_waited_for(ok: bool) -> None:
+    pool, writers = make_pool(8), Writers()
+    writer, waiter = Engine(pool, writers), Engine(pool, writers)
+    theirs, _ = writer.decide(offer(1, 2))
+    mine, (copy,) = waiter.decide(offer(1, 2, 3))
+    assert copy.pages.tolist() == [2]
+    waiter.copied(mine, True, True)
+    assert waiter.acked == [], "its beginning is not here yet"
+    writer.copied(theirs, True, ok)
+    assert writer.acked == [(0, ok)]
+    assert waiter.acked == [(0, ok)]
+    assert committed(pool, 1, 2, 3) == (3 if ok else 0)
+    assert len(writers) == 0
+
+
+def test_whoever_waits_for_a_waiter_hears_of_a_failure_too() -> None:
+    pool, writers = make_pool(8), Writers()
+    a, b, c = (Engine(pool, writers) for _ in range(3))
+    first, _ = a.decide(offer(1))
+    second, _ = b.decide(offer(1, 2))
+    third, _ = c.decide(offer(1, 2, 3))
+    c.copied(third, True, True)
+    b.copied(second, True, True)
+    a.copied(first, False, False)
+    assert (a.acked, b.acked, c.acked) == ([(0, False)],) * 3
+
+
+def test_slots_of_a_failed_copy_are_kept_until_every_rank_has_retired_it() -> None:
+    engine = Engine(make_pool(2))
+    backup, _ = engine.decide(offer(1, 2))
+    engine.copied(backup, False)
+    assert engine.pool.free_slots == 0, "the other rank may still write to them"
+    engine.copied(backup, True)
+    assert engine.pool.free_slots == 2
+    assert engine.acked == [(0, False)]
+
+
+def test_a_page_whose_copy_failed_can_be_offered_again() -> None:
+    engine = Engine(make_pool(4))
+    backup, _ = engine.decide(offer(1))
+    engine.copied(backup, False, True)
+    backup, copies = engine.decide(offer(1))
+    assert len(copies) == 1
+    engine.copied(backup, True, True)
+    assert engine.acked == [(0, False), (1, True)]
+
+
+def test_without_room_nothing_changes() -> None:
+    engine = Engine(make_pool(2))
+    backup, _ = engine.decide(offer(1))
+    with pytest.raises(NoRoomError) as lack:
+        engine.decide(offer(7, 8, 9))
+    assert (lack.value.pool, lack.value.missing) == (engine.pool, 2)
+    assert engine.pool.free_slots == 1
+    assert engine.pool.find(key((7,))) is None
+    assert engine.backups.pages_in_flight == 1
+    engine.copied(backup, True, True)
+    assert engine.acked == [(0, True)]
+
+
+def test_a_backup_of_several_pools_is_kept_in_all_or_in_none() -> None:
+    kv, swa = make_pool(4), make_pool(4, "swa")
+    acked: list[tuple[int, bool]] = []
+    backups = Backups(1, Writers(), lambda seq, kept: acked.append((seq, kept)))
+    parts = (*offer(1, 2).parts, *offer(2, pool="swa").parts)
+    both = Offer("", parts, 1, 0, b"")
+    backup, copies = backups.decide(0, both, [kv, swa], 1)
+    assert [(copy.part, copy.pool.name) for copy in copies] == [(0, "kv"), (1, "swa")]
+    backups.copied(backup, False)
+    assert (kv.pages, swa.pages) == (0, 0)
+    assert acked == [(0, False)]
+    full = make_pool(1, "swa")
+    full.reserve([key((9,))], b"", [None], 1)
+    with pytest.raises(NoRoomError):
+        backups.decide(1, both, [kv, full], 2)
+    assert kv.free_slots == 4
+
+
+def test_results_travel_as_runs_that_a_message_can_hold() -> None:
+    assert list(runs([(3, True), (4, False), (9, True)])) == [(3, b"\1\0"), (9, b"\1")]
+    assert list(runs([])) == []
+    most = limits.MAX_ITEMS_PER_FLUSH
+    long = list(runs([(seq, False) for seq in range(most + 5)]))
+    assert [(first, len(results)) for first, results in long] == [(0, most), (most, 5)]
+
+
+# --- any interleaving -------------------------------------------------------------------------
+
+CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+GROUPS = st.integers(0, 1)
+RANKS = st.integers(0, 1)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Two engines of two ranks each back up chains into one small pool.
+
+    Ranks report when they like, copies retire when they like, pages are evicted in between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(8)
+        self.writers = Writers()
+        self.now = 0.0
+        self.tick = 0
+        self.offers: list[list[Offer]] = [[], []]
+        self.reported = [[0, 0], [0, 0]]
+        self.sequencers = [Sequencer({0: 0, 1: 0}, TIMEOUT_S) for _ in range(2)]
+        self.answered: list[list[int]] = [[], []]
+        self.in_flight: list[deque[tuple[Backup, int]]] = [deque(), deque()]
+        self.decided: list[set[int]] = [set(), set()]
+        self.evicted: set[bytes] = set()
+        self.backups = [Backups(2, self.writers, self._acker(group)) for group in range(2)]
+
+    def _acker(self, group: int) -> Callable[[int, bool], None]:
+        def ack(seq: int, kept: bool) -> None:
+            self.answered[group].append(seq)
+            if kept:
+                pages = set(self.offers[group][seq].parts[0].keys)
+                assert pages <= self.committed() | self.evicted
+
+        return ack
+
+    def committed(self) -> set[bytes]:
+        every = {name for offers in self.offers for one in offers for name in one.parts[0].keys}
+        return {name for name in every if len(self.pool.prefix([name]))}
+
+    @rule(group=GROUPS, chain=CHAINS)
+    def a_node_is_offered(self, group: int, chain: tuple[int, ...]) -> None:
+        self.offers[group].append(offer(*chain))
+
+    @rule(group=GROUPS, rank=RANKS, sheds=st.booleans(), twice=st.booleans())
+    def a_rank_reports_its_next(self, group: int, rank: int, sheds: bool, twice: bool) -> None:
+        seq = self.reported[group][rank]
+        if seq == len(self.offers[group]):
+            return
+        self.reported[group][rank] += 1
+        for _ in range(1 + twice):
+            one = None if sheds else self.offers[group][seq]
+            late = not self.sequencers[group].report(rank, seq, one, self.now)
+        assert late == (seq in self.decided[group])
+
+    @rule(seconds=st.sampled_from([0.5, TIMEOUT_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(group=GROUPS)
+    def the_next_is_decided(self, group: int) -> None:
+        ready = self.sequencers[group].ready(self.now)
+        if ready is None:
+            return
+        seq, offers = ready
+        if offers is None:
+            self.backups[group].shed(seq)
+        else:
+            self.tick += 1
+            before = self.pool.free_slots
+            try:
+                backup, copies = self.backups[group].decide(seq, offers[0], [self.pool], self.tick)
+            except NoRoomError:
+                assert self.pool.free_slots == before
+                self.backups[group].shed(seq)
+            else:
+                if copies:
+                    self.in_flight[group].extend([(backup, 0), (backup, 1)])
+        self.sequencers[group].decided(seq)
+        self.decided[group].add(seq)
+
+    @precondition(lambda self: any(self.in_flight))
+    @rule(group=GROUPS, ok=st.booleans(), at=st.integers(0, 7))
+    def a_copy_retires(self, group: int, ok: bool, at: int) -> None:
+        flying = self.in_flight[group] or self.in_flight[1 - group]
+        backup, _ = flying[at % len(flying)]
+        del flying[at % len(flying)]
+        backup.owner.copied(backup, ok)
+
+    @rule(count=st.integers(1, 3))
+    def pages_are_evicted(self, count: int) -> None:
+        before = self.committed()
+        self.pool.evict(count)
+        self.evicted |= before - self.committed()
+
+    @invariant()
+    def acks_are_in_order_and_unique(self) -> None:
+        for answered in self.answered:
+            assert answered == sorted(set(answered))
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        writing = sum(
+            backup.pages for flying in self.in_flight for backup in {b for b, _ in flying}
+        )
+        assert self.pool.pages + writing + self.pool.free_slots == self.pool.capacity
+        assert len(self.writers) == writing
+        assert sum(b.pages_in_flight for b in self.backups) == writing
+
+    def teardown(self) -> None:
+        for group in range(2):
+            for rank in range(2):
+                while self.reported[group][rank] < len(self.offers[group]):
+                    self.a_rank_reports_its_next(group, rank, False, False)
+            while self.sequencers[group].waiting:
+                self.the_next_is_decided(group)
+                self.now += TIMEOUT_S
+        while any(self.in_flight):
+            self.a_copy_retires(0, True, 0)
+        for group in range(2):
+            assert self.answered[group] == list(range(len(self.offers[group])))
+        assert len(self.writers) == 0
+        self.pool.clear()
+        assert self.pool.free_slots == self.pool.capacity
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_slots_given_to_a_copy_are_where_its_keys_are_found() -> None:
+    engine = Engine(make_pool(8))
+    _, (copy,) = engine.decide(offer(1, 2, 3))
+    found = [engine.pool.find(key((1, 2, 3)[: i + 1])) for i in range(3)]
+    assert np.array_equal(copy.slots, found)
