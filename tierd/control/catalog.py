@@ -142,6 +142,10 @@ class PagePool:
     def is_committed(self, slot: int) -> bool:
         return bool(self._state[slot] == COMMITTED)
 
+    def are_held(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these are under a lease or pin. Shape: (len(slots),)."""
+        return self._holds[slots] > 0
+
     def key_of(self, slot: int) -> bytes:
         return self._keys[slot]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tierd.control.catalog import PagePool
 from tierd.eviction.policy import Slots
 
@@ -81,9 +83,11 @@ class Leases:
         for (pool, keys), _ in zip(want, runs, strict=True):
             pool.hits += longest
             pool.misses += len(keys) - longest
-        for pool, _ in want:
+        for (pool, _), run in zip(want, runs, strict=True):
             room = int(self._max_share * pool.capacity) - pool.held
-            longest = max(0, min(longest, room))
+            # A prefix that many requests share is held already, and takes no more of the share.
+            more = np.cumsum(~pool.are_held(run[:longest]))
+            longest = int(np.searchsorted(more, room, side="right"))
         if not longest:
             return []
         held: Held = []

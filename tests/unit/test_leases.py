@@ -1,0 +1,293 @@
+"""Leases and pins: what an engine is about to load stays, and not for longer than it must."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tierd.control.catalog import PagePool
+from tierd.control.leases import Leases, Pins, Want
+from tierd.eviction.policy import Slots
+from tierd.wire.geometry import host_layout
+
+LEASE_S = 30.0
+
+
+class Headers:
+    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def committed(self, slots: Slots) -> None: ...
+    def freed(self, slots: Slots) -> None: ...
+
+
+def chain(name: str, pages: int) -> list[bytes]:
+    return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(pages)]
+
+
+def make_pool(slots: int, **chains: int) -> PagePool:
+    """A pool that holds these chains, each of so many pages."""
+    host = host_layout([1 << 16], chunk_bytes=(slots << 16) + (1 << 18))
+    pool = PagePool("kv", 16, host, 2, Headers())
+    pool.add_chunk(0)
+    spare = pool.capacity - slots
+    assert spare >= 0
+    for now, (name, pages) in enumerate(chains.items(), 1):
+        slots_of = pool.reserve(chain(name, pages), b"", [None] * pages, now)
+        pool.commit(slots_of)
+    return pool
+
+
+class Group:
+    """A group of two ranks that looks up and loads chains of one pool."""
+
+    def __init__(self, pool: PagePool, max_share: float = 1.0) -> None:
+        self.pool = pool
+        self.leases = Leases(lease_s=LEASE_S, max_share=max_share)
+
+    def want(self, keys: Sequence[bytes]) -> Want:
+        return [(self.pool, keys)]
+
+    def lookup(self, rid: str, keys: Sequence[bytes], now: float = 0.0) -> list[int]:
+        return self.leases.lookup(rid, self.want(keys), b"".join(keys), now=now, tick=100)
+
+    def pin(self, number: int, loads: dict[str, Sequence[bytes]], deadline: float = 20.0) -> Pins:
+        wants = [(rid, self.want(keys)) for rid, keys in loads.items()]
+        signature = b"".join(b"".join(keys) for keys in loads.values())
+        return self.leases.pin(number, wants, signature, {0, 1}, deadline=deadline, tick=101)
+
+
+def test_a_hit_offers_the_longest_and_some_shorter_counts_and_holds_the_pages() -> None:
+    pool = make_pool(16, a=8)
+    group = Group(pool)
+    assert group.lookup("r", chain("a", 12)) == [2, 4, 6, 8]
+    assert pool.held == 8
+    assert (pool.hits, pool.misses) == (8, 4)
+    assert pool.evict(16) == 0
+
+
+def test_a_miss_holds_nothing() -> None:
+    pool = make_pool(16, a=8)
+    group = Group(pool)
+    assert group.lookup("r", chain("b", 3)) == []
+    assert (pool.held, len(group.leases)) == (0, 0)
+
+
+def test_every_rank_that_asks_the_same_gets_the_same_whatever_has_come_since() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    first = group.lookup("r", chain("a", 8))
+    more = pool.reserve(chain("a", 8), b"", [pool.find(k) for k in chain("a", 8)], 9)
+    pool.commit(more[4:])
+    assert group.lookup("r", chain("a", 8)) == first
+    assert pool.held == 4, "and it is held once"
+
+
+def test_another_tail_of_the_same_request_replaces_its_lease() -> None:
+    pool = make_pool(16, a=4, b=2)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    assert group.lookup("r", chain("b", 2)) == [1, 2]
+    assert (pool.held, len(group.leases)) == (2, 1)
+
+
+def test_a_lease_ends_when_it_runs_out_and_a_second_look_prolongs_it() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4), now=0.0)
+    group.lookup("r", chain("a", 4), now=20.0)
+    group.leases.expire(LEASE_S + 10.0)
+    assert pool.held == 4
+    group.leases.expire(LEASE_S + 20.0)
+    assert pool.held == 0
+    assert pool.evict(16) == 4
+
+
+def test_cancel_ends_a_lease_once() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    group.lookup("other", chain("a", 4))
+    group.leases.cancel("r")
+    group.leases.cancel("r")
+    group.leases.cancel("never seen")
+    assert pool.held == 4, "the other request's lease holds them still"
+    group.leases.cancel("other")
+    assert pool.held == 0
+
+
+def test_leases_never_hold_more_than_their_share() -> None:
+    pool = make_pool(16, a=10, b=6)
+    group = Group(pool, max_share=0.5)
+    share = pool.capacity // 2
+    assert max(group.lookup("r", chain("a", 10))) == min(share, 10)
+    assert pool.held == min(share, 10)
+    group.lookup("s", chain("b", 6))
+    assert pool.held <= share
+
+
+def test_a_prefix_that_is_leased_already_counts_once() -> None:
+    pool = make_pool(16, a=8)
+    group = Group(pool, max_share=8 / pool.capacity)
+    for request in ("first", "second", "third"):
+        assert max(group.lookup(request, chain("a", 8))) == 8
+    assert pool.held == 8
+
+
+def test_a_load_turns_a_lease_into_pins_until_every_rank_has_retired() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    pins = group.pin(1, {"r": chain("a", 3)})
+    assert pins.plan is not None
+    assert [len(slots) for held in pins.plan for _, slots in held] == [3]
+    assert len(group.leases) == 0
+    assert pool.held == 3, "the last page was leased, and is not loaded"
+    assert group.pin(1, {"r": chain("a", 3)}) is pins, "decided once, for both ranks"
+    group.leases.retire(1, 0)
+    group.leases.retire(1, 0)
+    assert pool.held == 3
+    assert group.leases.unfinished(1) == [1]
+    group.leases.retire(1, 1)
+    group.leases.retire(1, 1)
+    assert (pool.held, group.leases.restoring) == (0, 0)
+
+
+def test_a_load_without_a_lease_is_served_if_its_pages_are_here() -> None:
+    pool = make_pool(16, a=4)
+    pins = Group(pool).pin(1, {"r": chain("a", 4)})
+    assert pins.plan is not None
+    assert pool.held == 4
+
+
+def test_one_missing_page_fails_the_whole_step_and_ends_its_leases() -> None:
+    pool = make_pool(16, a=4, b=2)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    pins = group.pin(1, {"r": chain("a", 4), "s": chain("b", 3)})
+    assert pins.plan is None
+    assert (pool.held, len(group.leases)) == (0, 0)
+    for rank in (0, 1):
+        group.leases.retire(1, rank)
+    assert group.leases.restoring == 0
+
+
+def test_a_page_that_is_still_being_written_is_missing() -> None:
+    pool = make_pool(16, a=2)
+    known = [pool.find(k) for k in chain("a", 4)]
+    slots = pool.reserve(chain("a", 4), b"", known, 9)
+    group = Group(pool)
+    assert group.lookup("r", chain("a", 4)) == [1, 2]
+    assert group.pin(1, {"r": chain("a", 4)}).plan is None
+    pool.commit(slots[2:])
+    assert group.pin(2, {"r": chain("a", 4)}).plan is not None
+
+
+def test_a_step_that_a_rank_never_loads_is_overdue() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    group.pin(1, {"r": chain("a", 4)}, deadline=20.0)
+    group.leases.retire(1, 0)
+    assert group.leases.overdue(19.9) == []
+    assert group.leases.overdue(20.0) == [(1, {1})]
+
+
+def test_leases_of_a_group_that_goes_end_and_its_pins_stay() -> None:
+    pool = make_pool(16, a=4, b=2)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    group.pin(1, {"s": chain("b", 2)})
+    group.leases.end_all()
+    assert pool.held == 2
+    for rank in (0, 1):
+        group.leases.retire(1, rank)
+    assert pool.held == 0
+
+
+@pytest.mark.parametrize("have", [3, 0])
+def test_a_request_of_two_pools_gets_what_both_have(have: int) -> None:
+    kv, swa = make_pool(16, a=5), make_pool(16, a=have)
+    leases = Leases(lease_s=LEASE_S, max_share=1.0)
+    want = [(kv, chain("a", 5)), (swa, chain("a", 5))]
+    lengths = leases.lookup("r", want, b"", now=0.0, tick=9)
+    assert max(lengths, default=0) == have
+    assert (kv.held, swa.held) == (have, have)
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+RIDS = st.sampled_from(["r", "s", "t"])
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests of a group look, cancel, load and expire in any order while pages are evicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(16, a=5, b=4, c=3)
+        self.group = Group(self.pool, max_share=0.6)
+        self.now = 0.0
+        self.number = 0
+        self.running: dict[int, tuple[Pins, set[int]]] = {}
+
+    @rule(rid=RIDS, name=NAMES, pages=st.integers(1, 6))
+    def looks(self, rid: str, name: str, pages: int) -> None:
+        lengths = self.group.lookup(rid, chain(name, pages), self.now)
+        assert self.group.lookup(rid, chain(name, pages), self.now) == lengths
+        assert lengths == sorted(set(lengths))
+        if lengths:
+            assert len(self.pool.prefix(chain(name, pages))) >= lengths[-1]
+
+    @rule(rid=RIDS)
+    def cancels(self, rid: str) -> None:
+        self.group.leases.cancel(rid)
+
+    @rule(rid=RIDS, name=NAMES, pages=st.integers(1, 6))
+    def loads(self, rid: str, name: str, pages: int) -> None:
+        self.number += 1
+        pins = self.group.pin(self.number, {rid: chain(name, pages)})
+        whole = len(self.pool.prefix(chain(name, pages))) == pages
+        assert (pins.plan is not None) == whole
+        self.running[self.number] = (pins, {0, 1})
+
+    @rule(rank=st.integers(0, 1), at=st.integers(0, 9))
+    def a_rank_retires(self, rank: int, at: int) -> None:
+        if self.running:
+            number = sorted(self.running)[at % len(self.running)]
+            self.group.leases.retire(number, rank)
+            left = self.running[number][1]
+            left.discard(rank)
+            if not left:
+                del self.running[number]
+
+    @rule(seconds=st.sampled_from([5.0, LEASE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.group.leases.expire(self.now)
+
+    @rule(count=st.integers(1, 3))
+    def pages_are_evicted(self, count: int) -> None:
+        self.pool.evict(count)
+
+    @invariant()
+    def what_is_being_loaded_is_here(self) -> None:
+        for pins, _ in self.running.values():
+            for held in pins.plan or ():
+                for pool, slots in held:
+                    assert all(pool.is_committed(slot) for slot in slots.tolist())
+
+    def teardown(self) -> None:
+        for number, (_, left) in list(self.running.items()):
+            for rank in left:
+                self.group.leases.retire(number, rank)
+        self.group.leases.end_all()
+        assert self.pool.held == 0
+        assert self.group.leases.restoring == 0
+        self.pool.clear()
+        assert self.pool.free_slots == self.pool.capacity
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
