@@ -84,7 +84,7 @@ class Leases:
             pool.hits += longest
             pool.misses += len(keys) - longest
         for (pool, _), run in zip(want, runs, strict=True):
-            room = int(self._max_share * pool.capacity) - pool.held
+            room = max(0, int(self._max_share * pool.capacity) - pool.held)
             # A prefix that many requests share is held already, and takes no more of the share.
             more = np.cumsum(~pool.are_held(run[:longest]))
             longest = int(np.searchsorted(more, room, side="right"))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.control.catalog import Catalog, PagePool
-from tierd.control.copiers import Copier
+from tierd.control.copiers import Copier, CopierState
 from tierd.eviction.policy import Slots
 from tierd.memory.chunks import Chunk, ChunkRows, ChunkStore
 from tierd.wire import messages
@@ -47,6 +47,8 @@ class RoomKeeper:
         # Chunks that copiers still have to unmap: chunk -> (itself, who).
         self._drops: dict[int, tuple[Chunk, set[str]]] = {}
         self._holders: dict[str, Copier] = {}
+        # The pool that a chunk was last taken from another for: the others leave it alone.
+        self._promised: int | None = None
 
     @property
     def busy(self) -> bool:
@@ -97,13 +99,15 @@ class RoomKeeper:
         self._grow(catalog, pool, missing, sharers)
         if any(key[0] == id(pool) for key in self._claims):
             return None
+        if not self._drops:
+            # Its own pages make room until this has come.
+            self._take_from_another(pool)
         wanted = pool.free_slots + missing
-        pool.evict(missing)
+        if missing <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
+            pool.evict(missing)
         if pool.free_slots >= wanted:
             return True
-        if self._drops:
-            return None
-        return None if self._take_from_another(pool) else False
+        return None if self._drops else False
 
     def grow_ahead(
         self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
@@ -115,7 +119,10 @@ class RoomKeeper:
 
     def ready(self, holder: Copier, number: int, error: str) -> None:
         """A copier has pinned a chunk, or could not."""
-        holder.chunks[number] = not error
+        if error:
+            holder.chunks.pop(number, None)
+        else:
+            holder.chunks[number] = True
         for (pool_id, ordinal), waiting in list(self._claims.items()):
             if (holder.device, number) not in waiting:
                 continue
@@ -166,6 +173,8 @@ class RoomKeeper:
             return False
         for pool in catalog.pools.values():
             del self._rows[id(pool)], self._pools[id(pool)]
+            if self._promised == id(pool):
+                self._promised = None
         return True
 
     def close(self) -> None:
@@ -189,10 +198,13 @@ class RoomKeeper:
         sharers: Sequence[tuple[int, Copier]],
     ) -> None:
         """Claim chunks for so many more slots, less what is being pinned already."""
+        if self._promised not in (None, id(pool)):
+            return
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
         while rows > 0 and self.store.fits(pool.host, catalog.world_size):
             self._claim(catalog, pool, sharers)
+            self._promised = None
             rows -= 1
 
     def _claim(
@@ -208,11 +220,14 @@ class RoomKeeper:
             pool=pool.name,
         )
         rows.rows[ordinal] = row
-        waiting: set[tuple[str, int]] = set()
-        for shard, holder in sharers:
-            waiting.add((holder.device, row[shard].number))
+        # One that is being started again is told by `share` when it is back.
+        living = [(s, holder) for s, holder in sharers if holder.state is not CopierState.DEAD]
+        waiting = {(holder.device, row[shard].number) for shard, holder in living}
+        if not waiting:
+            pool.add_chunk(ordinal)
+            return
         self._claims[id(pool), ordinal] = waiting
-        for shard, holder in sharers:
+        for shard, holder in living:
             self._add(holder, row[shard])
 
     def _add(self, holder: Copier, chunk: Chunk) -> None:
@@ -237,11 +252,12 @@ class RoomKeeper:
     def _bytes(self, pool: PagePool) -> int:
         return sum(chunk.size for row in self._rows[id(pool)].rows.values() for chunk in row)
 
-    def _take_from_another(self, pool: PagePool) -> bool:
-        """Have another pool give up its coldest chunk, if it has more than it should."""
+    def _take_from_another(self, pool: PagePool) -> None:
+        """Have another pool give up its coldest chunk, if it has more than it should and this
+        one less."""
         fair = self.store.budget_bytes // max(1, len(self._pools))
         if self._bytes(pool) >= fair:
-            return False
+            return
         others = [p for p in self._pools.values() if p is not pool and self._bytes(p) > fair]
         for other in sorted(others, key=self._bytes, reverse=True):
             rows = self._rows[id(other)].rows
@@ -250,5 +266,5 @@ class RoomKeeper:
             if ordinal is not None:
                 other.remove_chunk(ordinal)
                 self._drop_row(id(other), ordinal)
-                return True
-        return False
+                self._promised = id(pool)
+                return
