@@ -53,9 +53,8 @@ def host_layout(row_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> 
         block_slots *= 2
     while block_slots > 1 and block_slots * slot_bytes > chunk_bytes // 2:
         block_slots //= 2
-    size = chunk_bytes
-    while layout.chunk_data_offset(block_slots) + block_slots * slot_bytes > size:
-        size += chunk_bytes
+    least = layout.chunk_data_offset(block_slots) + block_slots * slot_bytes
+    size = -(-least // chunk_bytes) * chunk_bytes
     blocks = 1
     while (
         layout.chunk_data_offset((blocks + 1) * block_slots)
