@@ -71,6 +71,10 @@ class Members:
             if os.fstat(fd).st_size < size:
                 raise ProtocolError(f"allocation {number} is smaller than its `size` {size}")
         group = self._state.groups.get(info.instance)
+        old = group.sessions.get(info.rank) if group is not None else None
+        if old is not None and self._has_ended(old):
+            self.leave(old, now)
+            group = self._state.groups.get(info.instance)
         if group is None:
             group = Group(
                 instance=info.instance,
@@ -79,9 +83,6 @@ class Members:
                 pools=info.pools,
                 leases=Leases(lease_s=LEASE_S, max_share=LEASE_SHARE),
             )
-        if (old := group.sessions.get(info.rank)) is not None and self._has_ended(old):
-            self.leave(old, now)
-            self._state.groups[info.instance] = group
         group.check_member(info)
         group.check_epoch(info.epoch)
         memory, segment = map_segment(fds[0])
@@ -247,8 +248,8 @@ class Members:
         self._state.catalog(group, message.epoch)
         self._state.forget_epochs(group)
 
-    def chunk_ready(self, copier: Copier, chunk: int) -> None:
-        """A copier has pinned a chunk."""
+    def chunk_settled(self, copier: Copier, chunk: int) -> None:
+        """A copier has pinned a chunk, or need not any more."""
         for session in self._state.sessions.values():
             if session.copier is copier:
                 session.lacks.discard(chunk)

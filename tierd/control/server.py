@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -56,11 +57,19 @@ def serve(config: ServeConfig, on_ready: Callable[[], None]) -> int:
     Returns: the exit status.
     Raises: ConfigError: the socket cannot be had; the text says why and what to do.
     """
+    _raise_descriptor_limit()
     control = Control(config)
     try:
         return control.run(on_ready)
     finally:
         control.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """A chunk costs a descriptor, and the usual soft limit of 1,024 ends at 64 GiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Control:
@@ -310,10 +319,11 @@ class Control:
                     log.warning("a copy on %s failed: %s", copier.device, message.error)
                 job.done(message.ok, False)
         elif isinstance(message, messages.ChunkReady):
-            self._members.chunk_ready(copier, message.chunk)
+            self._members.chunk_settled(copier, message.chunk)
             self._state.room.ready(copier, message.chunk, message.error)
         elif isinstance(message, messages.ChunkDropped):
             copier.chunks.pop(message.chunk, None)
+            self._members.chunk_settled(copier, message.chunk)
             self._state.room.dropped(copier, message.chunk)
         elif isinstance(message, messages.CopierReady):
             copier.ready(message.detail)
