@@ -98,6 +98,9 @@ class Endpoint:
                 return
             if len(parts) == 2:
                 yield parts[0], parts[1]
+            else:
+                reason = f"a message is one frame; this one has {len(parts) - 1}"
+                self.send(parts[0], messages.Error(reason=reason))
 
     def send(self, route: bytes, message: messages.Message) -> None:
         """Send to a client. One that is gone, or reads nothing, gets nothing: its lifeline's end

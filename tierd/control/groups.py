@@ -58,8 +58,10 @@ class Session:
     def fail_restore(self, entry: int, generation: int) -> None:
         """Let the streams that wait for a restore go, and report it as failed. Only for a
         restore of which nothing is on the wire any more."""
-        self.segment.release(entry)
-        self.segment.set_verdict(entry, generation, False)
+        # A rank that has seen its copier die by itself may be using the entry again.
+        if int(self.segment.awaited[entry]) == generation:
+            self.segment.release(entry)
+            self.segment.set_verdict(entry, generation, False)
 
     def close(self) -> None:
         self.channel.close()

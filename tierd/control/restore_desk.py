@@ -64,6 +64,8 @@ class RestoreDesk:
         if message.entry >= RESTORE_ENTRIES:
             raise ProtocolError(f"`entry` {message.entry}; there are {RESTORE_ENTRIES}")
         rank, leases = session.info.rank, session.group.leases
+        if (session.number, message.number) in self._state.loading():
+            raise ProtocolError(f"`number` {message.number}: this restore is under way already")
         plan: list[Held] | None = None
         try:
             if session.group.serving and message.epoch == session.epoch:
