@@ -25,7 +25,7 @@ from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import RESTORE_ENTRIES, TICKETS, SegmentSpec
 from tierd_client.device import Ring, open_device
-from tierd_client.link import Link, LinkState
+from tierd_client.link import Link, LinkState, ProcessHandle
 from tierd_client.pools import DevicePool, PoolPages, describe
 from tierd_client.restore import FailedRestore, Restore
 from tierd_client.segment import create_segment
@@ -36,6 +36,7 @@ log = logging.getLogger("tierd_client")
 LIFELINE_LOOK_S = 0.01
 """How often `flush` reads the lifeline: a system call that almost never has anything."""
 MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
+MAX_FLUSH_ITEMS = limits.MAX_ITEMS_PER_FLUSH // 2
 MAX_LEASES = 8192
 LEASE_MARGIN = 0.5
 """A remembered answer is used for this share of its lease; then it is asked for again."""
@@ -54,6 +55,14 @@ class _Queued:
     seq: int
     pages: Sequence[PoolPages]
     parent: bytes | None
+
+
+class _Sent(NamedTuple):
+    """A flush: its ticket, its last number, and where its page numbers end in the ring."""
+
+    ticket: int
+    last_seq: int
+    ring_end: int
 
 
 @dataclass
@@ -133,8 +142,8 @@ class TierClient:
         self._pending: deque[_Pending] = deque()
         self._results: dict[int, bool] = {}
         self._ticket = 0
-        # (ticket, last seq) of flushes whose acks are not all here: their words are in use.
-        self._tickets: deque[tuple[int, int]] = deque()
+        # Flushes whose acks are not all here: their ready words and their ring are in use.
+        self._sent: deque[_Sent] = deque()
         self._head = {"backup": 0, "restore": 0}
         self._free_from = {"backup": 0, "restore": 0}
         self._request = 0
@@ -144,6 +153,7 @@ class TierClient:
         self._mute_s = lookup_timeout_s
         self._restores = 0
         self._entries: list[Restore | None] = [None] * RESTORE_ENTRIES
+        self._watched: ProcessHandle | None = None
         self._next_look = 0.0
         self._said_absent = False
         self._closed = False
@@ -212,8 +222,7 @@ class TierClient:
         """React to what the link has become."""
         if self.connected:
             self._said_absent = False
-            if self._watchdog and self._link.control and self._link.copier:
-                self._watchdog.watch(self._link.control.pidfd, self._link.copier.pidfd)
+            self._watch()
             for ring in self._head:
                 self._free_from[ring] = self._head[ring]
             log.info("connected to the tierd daemon on %s", self._link.path)
@@ -221,20 +230,26 @@ class TierClient:
             log.error("the tierd daemon refuses this rank: %s", self._link.refusal)
 
     def _poll_link(self, now: float) -> None:
-        was_up, copier = self.connected, self._link.copier
+        was_up = self.connected
         if self._link.due(now):
             self._register(now)
         if not self._link.poll(now):
             return
         if self.connected and not was_up:
             self._note_link()
-        elif self.connected and self._watchdog and self._link.control and self._link.copier:
-            if self._link.copier is not copier:
-                self._watchdog.watch(self._link.control.pidfd, self._link.copier.pidfd)
+        elif self.connected:
+            self._watch()
         elif was_up:
             self._lost("it closed the connection")
         else:
             self._note_link()
+
+    def _watch(self) -> None:
+        """Have the watchdog look at the processes that are there now."""
+        control, copier = self._link.control, self._link.copier
+        if self._watchdog and control and copier and copier is not self._watched:
+            self._watchdog.watch(control.pidfd, copier.pidfd)
+            self._watched = copier
 
     def _lost(self, why: str) -> None:
         """The daemon is gone: nothing that it has not acked is kept. The fence goes up first."""
@@ -258,7 +273,7 @@ class TierClient:
             self._results.setdefault(pending.seq, False)
         self._queued.clear()
         self._tombstones.clear()
-        self._tickets.clear()
+        self._sent.clear()
 
     # --- backup -------------------------------------------------------------------------------
 
@@ -312,11 +327,14 @@ class TierClient:
     def _send_queued(self) -> None:
         queued, self._queued = self._queued, []
         shed, self._tombstones = self._tombstones, []
+        while len(shed) > MAX_FLUSH_ITEMS:
+            self._send_flush(shed[:MAX_FLUSH_ITEMS], [])
+            shed = shed[MAX_FLUSH_ITEMS:]
         batch: list[_Queued] = []
         pages = 0
         for item in queued:
             more = sum(len(part.keys) for part in item.pages) // limits.KEY_BYTES
-            if batch and (pages + more > MAX_FLUSH_PAGES or len(batch) >= 4096):
+            if batch and (pages + more > MAX_FLUSH_PAGES or len(batch) >= MAX_FLUSH_ITEMS):
                 self._send_flush(shed, batch)
                 shed, batch, pages = [], [], 0
             batch.append(item)
@@ -327,7 +345,7 @@ class TierClient:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
         head = self._head["backup"]
         room = self._room("backup")
-        tickets_left = not self._tickets or self._ticket + 1 - self._tickets[0][0] < TICKETS - 8
+        tickets_left = not self._sent or self._ticket - self._sent[0].ticket < TICKETS - 64
         items = [messages.BackupItem(seq, True, []) for seq in shed]
         keys: list[bytes] = []
         slots: list[torch.Tensor] = []
@@ -353,22 +371,22 @@ class TierClient:
                     item.seq, False, parts, item.parent or b"", item.parent is not None
                 )
             )
-        ticket = self._new_ticket()
         if slots:
             self._device.write_page_numbers("backup", self._head["backup"], slots, tokens)
-        self._device.mark_ready(ticket)
+        if any(not item.shed for item in items):  # tombstones alone must use up no ready words
+            self._device.mark_ready(self._new_ticket())
         message = messages.Flush(
             epoch=self._epoch,
-            ticket=ticket,
+            ticket=self._ticket,
             fence=int(self._segment.fence[0]),
             items=items,
             keys=b"".join(keys),
         )
         if self._link.send(message):
             self._head["backup"] = head
-            self._tickets.append((ticket, items[-1].seq))
+            self._sent.append(_Sent(self._ticket, items[-1].seq, head))
         else:
-            self._tombstones = [item.seq for item in items]
+            self._tombstones += [item.seq for item in items]
 
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""
@@ -379,12 +397,17 @@ class TierClient:
             pending = self._pending.popleft()
             acks.append(Ack(pending.seq, pending.node_id, kept))
         first = self._pending[0].seq if self._pending else self._next_seq
-        while self._tickets and self._tickets[0][1] < first:
-            self._tickets.popleft()
+        while self._sent and self._sent[0].last_seq < first:
+            # Also of backups that no copier was told of, whose ring it has not given back.
+            self._free_up_to("backup", self._sent.popleft().ring_end)
         return acks
 
     def _receive(self) -> None:
-        for message in self._link.receive():
+        was_up = self.connected
+        received = self._link.receive()
+        if was_up and not self.connected:
+            self._lost("it makes no sense")
+        for message in received:
             if isinstance(message, messages.Acks):
                 first = self._pending[0].seq if self._pending else self._next_seq
                 for i, kept in enumerate(message.results):
@@ -493,7 +516,11 @@ class TierClient:
         self._restores += 1
         for rid in loads:
             self._leases.pop(rid, None)
-        entry = next((i for i, used in enumerate(self._entries) if used is None), None)
+        used = [restore is not None and not restore.over for restore in self._entries]
+        entry = used.index(False) if False in used else None
+        if not any(used):
+            # Also of restores that no copier was told of, whose ring it has not given back.
+            self._free_up_to("restore", self._head["restore"])
         head = self._head["restore"]
         items, keys, slots, tokens = [], [], [], []
         for rid, pages in loads.items():
@@ -537,18 +564,15 @@ class TierClient:
             return FailedRestore()
         self._head["restore"] = head
 
-        def settled() -> None:
-            self._entries[entry] = None
-
+        connection = self._link.connection
         restore = Restore(
             device=self._device,
             segment=self._segment,
             entry=entry,
             generation=generation,
             copier=copier,
-            daemon_lost=self._daemon_lost,
+            daemon_lost=lambda: self._daemon_lost(connection),
             abandon=self._bump_fence,
-            settled=settled,
             timeout_s=self._verdict_timeout_s,
         )
         self._entries[entry] = restore
@@ -556,12 +580,14 @@ class TierClient:
 
     def _can_restore(self) -> bool:
         """Would every waiting stream be released, whoever dies?"""
+        self._watch()
         return self._watchdog is None or self._watchdog.armed()
 
-    def _daemon_lost(self) -> bool:
-        """Look at the lifeline: is the daemon that was told of a restore gone?"""
+    def _daemon_lost(self, connection: int) -> bool:
+        """Look at the lifeline: is the daemon that was told of a restore gone, even if there is
+        another one by now?"""
         self._poll_link(time.monotonic())
-        return not self.connected
+        return not self.connected or self._link.connection != connection
 
     def _finish_restores(self) -> None:
         for restore in list(self._entries):
@@ -626,10 +652,12 @@ class TierClient:
 
     def _room(self, ring: Ring) -> int:
         """Free places in a ring. The mark never moves back, whatever a late writer stores."""
-        consumed = int(self._segment.consumed[0 if ring == "backup" else 1])
-        if self._free_from[ring] < consumed <= self._head[ring]:
-            self._free_from[ring] = consumed
+        self._free_up_to(ring, int(self._segment.consumed[0 if ring == "backup" else 1]))
         size = (
             self._segment.spec.backup_ring if ring == "backup" else self._segment.spec.restore_ring
         )
         return size - (self._head[ring] - self._free_from[ring])
+
+    def _free_up_to(self, ring: Ring, position: int) -> None:
+        if self._free_from[ring] < position <= self._head[ring]:
+            self._free_from[ring] = position

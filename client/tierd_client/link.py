@@ -75,6 +75,8 @@ class Link:
         self.control: ProcessHandle | None = None
         self.copier: ProcessHandle | None = None
         self.lease_s = 0.0
+        self.connection = 0
+        """Counts the registrations that were accepted."""
         self.refusal: str | None = None
         """Why the daemon refused the last registration, if it did."""
         self._retry_s = retry_s
@@ -138,6 +140,7 @@ class Link:
             self._dealer.setsockopt(zmq.RCVHWM, 0)  # ours to read; never lost on the way
             self._dealer.connect(f"ipc://{self.path}.zmq")
             self.state = LinkState.UP
+            self.connection += 1
         elif isinstance(message, messages.CopierReplaced) and len(fds) == 1:
             self.copier = ProcessHandle(fds[0])
         elif isinstance(message, messages.Refused):

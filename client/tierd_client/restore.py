@@ -39,7 +39,6 @@ class Restore:
         copier: ProcessHandle,
         daemon_lost: Callable[[], bool],
         abandon: Callable[[], None],
-        settled: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self._device = device
@@ -49,7 +48,6 @@ class Restore:
         self._copier = copier
         self._daemon_lost = daemon_lost
         self._abandon = abandon
-        self._on_settled = settled
         self._timeout_s = timeout_s
         self._landed: bool | None = None
 
@@ -71,8 +69,13 @@ class Restore:
         """
         if self._landed is None:
             self._landed = self._await_verdict()
-            self._on_settled()
         return self._landed
+
+    @property
+    def over(self) -> bool:
+        """May its entry be used again? Not before whoever writes to it has: if the copier had to
+        be ended, control is still to give its verdict."""
+        return self._landed is not None and (self._verdict() != PENDING or self._daemon_lost())
 
     @property
     def settled(self) -> bool:
