@@ -6,7 +6,8 @@ Pure: it moves no byte. What it decides about a slot it writes to that slot's he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -111,12 +112,13 @@ class PagePool:
         # Leaves first: a page is removed after everything that follows it.
         evicted = 0
         left = set(doomed.tolist())
-        while left:
-            leaves = [slot for slot in left if self.policy.children[slot] == 0]
-            for slot in leaves:
-                self._drop(slot)
-            left.difference_update(leaves)
-            evicted += len(leaves)
+        with self._dropping() as drop:
+            while left:
+                leaves = [slot for slot in left if self.policy.children[slot] == 0]
+                for slot in leaves:
+                    drop(slot)
+                left.difference_update(leaves)
+                evicted += len(leaves)
         self.evictions += evicted
         first, end = self._span(ordinal)
         self._usable[first:end] = False
@@ -125,7 +127,8 @@ class PagePool:
 
     def evict(self, count: int) -> int:
         """Evict up to `count` pages; returns how many went."""
-        gone = self.policy.evict(count, self._evictable, self._drop)
+        with self._dropping() as drop:
+            gone = self.policy.evict(count, self._evictable, drop)
         self.evictions += gone
         return gone
 
@@ -216,12 +219,13 @@ class PagePool:
 
     def abort(self, slots: Slots) -> None:
         """These WRITING pages will not come, and nothing writes to their slots any more."""
-        for slot in reversed(slots.tolist()):
-            if self.policy.children[slot]:
-                for child in np.flatnonzero(self.policy.parent == slot).tolist():
-                    self.policy.orphan(child)
-                    self._wait_for(child, self._keys[slot])
-            self._drop(slot)
+        with self._dropping() as drop:
+            for slot in reversed(slots.tolist()):
+                if self.policy.children[slot]:
+                    for child in np.flatnonzero(self.policy.parent == slot).tolist():
+                        self.policy.orphan(child)
+                        self._wait_for(child, self._keys[slot])
+                drop(slot)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -302,7 +306,18 @@ class PagePool:
         self._keys[slot] = b""
         self._state[slot] = FREE
         self._free += 1
-        self._records.freed(np.array([slot], np.int64))
+
+    @contextmanager
+    def _dropping(self) -> Iterator[Callable[[int], None]]:
+        """Gives what drops a page; their headers are written as one when all are dropped."""
+        slots: list[int] = []
+
+        def drop(slot: int) -> None:
+            self._drop(slot)
+            slots.append(slot)
+
+        yield drop
+        self._records.freed(np.array(slots, np.int64))
 
 
 class Catalog:

@@ -12,7 +12,7 @@ from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import RESTORE_ENTRIES
 
-RESTORE_DEADLINE_S = 20.0
+RESTORE_DEADLINE_S = limits.READY_TIMEOUT_S + 10.0
 """A restore that has not retired by then costs its copier its life: only then is it safe to say
 that nothing writes the pages any more."""
 

@@ -182,7 +182,7 @@ class Control:
             or any(len(g.leases) or g.leases.restoring for g in state.groups.values())
             or any(copier.jobs for copier in state.copiers.values())
             or any(copier.state is not CopierState.READY for copier in state.copiers.values())
-            or any(catalog.private for catalog in state.catalogs.values())
+            or bool(state.abandoned())
         )
 
     def _channels(self) -> Iterator[Channel[Any]]:

@@ -95,11 +95,15 @@ class State:
 
     def drop_private(self) -> None:
         """Give back the memory of epochs that nobody is in."""
-        used = {id(c) for g in self.groups.values() for c in g.catalogs.values()}
-        for digest, catalog in list(self.catalogs.items()):
-            if catalog.private and id(catalog) not in used and self.room.dissolve(catalog):
+        for catalog in self.abandoned():
+            if self.room.dissolve(catalog):
                 self.counters["pages_evicted"] += sum(p.evictions for p in catalog.pools.values())
-                del self.catalogs[digest]
+                del self.catalogs[catalog.digest]
+
+    def abandoned(self) -> list[Catalog]:
+        """Private epochs that nobody is in."""
+        used = {id(c) for g in self.groups.values() for c in g.catalogs.values()}
+        return [c for c in self.catalogs.values() if c.private and id(c) not in used]
 
     def sharers(self, catalog: Catalog) -> list[tuple[int, Copier]]:
         """(shard, copier) of every rank that uses a catalog."""

@@ -20,11 +20,10 @@ from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, 
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
 from tierd.wire import layout, messages
+from tierd.wire.limits import READY_TIMEOUT_S
 from tierd.wire.errors import TierdError
 from tierd.wire.messages import BackupJob, RestoreJob, ToCopier
 
-READY_TIMEOUT_S = 20.0
-"""A job whose ready words are not set by then fails: its rank is stuck, or its stream is."""
 DRAIN_TIMEOUT_S = 10.0
 """Copies that have not retired by then never will: the process ends and takes them with it."""
 IN_FLIGHT = 2

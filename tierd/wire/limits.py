@@ -12,6 +12,9 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_FDS = 128
 """File descriptors beside one lifeline message (Linux refuses more than 253)."""
 
+READY_TIMEOUT_S = 20.0
+"""A job whose ready words are not set by then fails: its rank is stuck, or its stream is."""
+
 MAX_NAME = 256
 MAX_WORLD_SIZE = 64
 MAX_POOLS = 32
