@@ -11,9 +11,10 @@ import sys
 from tierd.channel import Channel
 from tierd.copier.backend import Backend, BackendError, DeviceLostError
 from tierd.copier.host import HostBackend
-from tierd.copier.worker import READY_TIMEOUT_S, Worker
+from tierd.copier.worker import Worker
 from tierd.wire import codec
 from tierd.wire.errors import ProtocolError
+from tierd.wire.limits import READY_TIMEOUT_S
 
 FAILED_TO_START, NONSENSE, DEVICE_LOST = 2, 3, 4
 """Exit codes; 0 is an orderly end."""

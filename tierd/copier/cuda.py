@@ -208,9 +208,7 @@ def _populate(memory: SharedMemory) -> None:
     error = ctypes.get_errno()
     # An older kernel says EINVAL; the pages are then touched one by one while they are pinned.
     if error != errno.EINVAL:
-        raise BackendError(
-            f"cannot populate a chunk of {memory.size} bytes: {os.strerror(error)}"
-        )
+        raise BackendError(f"cannot populate a chunk of {memory.size} bytes: {os.strerror(error)}")
 
 
 def _call(name: str, *arguments: Any) -> Any:

@@ -20,8 +20,8 @@ from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, 
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
 from tierd.wire import layout, messages
-from tierd.wire.limits import READY_TIMEOUT_S
 from tierd.wire.errors import TierdError
+from tierd.wire.limits import READY_TIMEOUT_S
 from tierd.wire.messages import BackupJob, RestoreJob, ToCopier
 
 DRAIN_TIMEOUT_S = 10.0
