@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import select
 import signal
@@ -339,8 +340,7 @@ class Engine:
             self._rid += 1
             rid = f"look {self._rid}"
         blob = b"".join(keys(name, pages))
-        wanted = [(shape.name, blob) for shape in self.shapes]
-        return min(max(r.client.lookup(rid, wanted), default=0) for r in self.ranks)
+        return min(max(r.client.lookup(rid, blob), default=0) for r in self.ranks)
 
     def start_restore(
         self, name: str, pages: int, *, at: int = 0, rid: str = "load"
@@ -375,6 +375,56 @@ class Engine:
     def close(self) -> None:
         for rank in self.ranks:
             rank.client.close()
+
+
+class RankProcess:
+    """A rank in a process of its own: one that can be killed."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, str(Path(__file__).parent / "rank_process.py")),
+                *(str(path), json.dumps(options)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() is True, "it could not connect"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def do(self, what: str, name: str, pages: int = 0) -> Any:
+        """What the rank answers to "offer", "ack" or "lookup"."""
+        assert self.process.stdin is not None
+        print(json.dumps([what, name, pages]), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
+        return json.loads(self.process.stdout.readline()) if ready else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def is_dead(pid: int) -> bool:
+    """Gone, or a zombie: it writes nowhere any more."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def mappings(pid: int, what: str) -> int:

@@ -1,0 +1,362 @@
+"""Ranks, copiers and control die or stop at the worst moments: what the others see of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tier_harness import (
+    Daemon,
+    Engine,
+    RankProcess,
+    eventually,
+    is_dead,
+    mappings,
+    running,
+    shared_memory,
+)
+
+Engines = Callable[..., Engine]
+Ranks = Callable[..., RankProcess]
+UNUSED = itertools.count()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Starts ranks in processes of their own."""
+    with ExitStack() as stack:
+
+        def start(*args: Any, **options: Any) -> RankProcess:
+            rank = RankProcess(*args, **options)
+            stack.callback(rank.close)
+            return rank
+
+        yield start
+
+
+def back(daemon: Daemon, *engines: Engine) -> None:
+    """Wait until every copier serves, and every engine can use it again."""
+    eventually(daemon.copiers_ready, "copiers are back")
+    for engine in engines:
+        # A page that is here already would be kept without a copier.
+        eventually(lambda e=engine: e.back_up(f"new {next(UNUSED)}", 1), "backups are kept again")
+
+
+# --- a rank -----------------------------------------------------------------------------------
+
+
+def test_of_a_killed_rank_nothing_is_mapped_or_leased_a_second_later(
+    daemon: Daemon, engines: Engines, ranks: Ranks
+) -> None:
+    other = engines(daemon.socket, instance="other")
+    rank = ranks(daemon.socket, instance="victim")
+    assert rank.do("offer", "a", 4) == 0
+    rank.do("ack", "a")
+    assert rank.do("lookup", "a", 4) == 4
+    copier = daemon.copier_pid()
+    assert mappings(copier, f"torch_{rank.pid}") > 0
+    assert mappings(copier, "tierd-segment") == 2
+    assert daemon.status()["pools"][0]["leased"] == 4
+    rank.kill()
+    eventually(
+        lambda: mappings(copier, f"torch_{rank.pid}") == 0 and mappings(copier, "segment") == 1,
+        "its memory is not mapped any more",
+        timeout_s=1.0,
+    )
+    status = daemon.status()
+    assert status["pools"][0]["leased"] == 0
+    assert [session["instance"] for session in status["sessions"]] == ["other"]
+    assert other.restored("a", 4), "what it left is there for the others"
+    assert daemon.copier_pid() == copier
+    assert mappings(daemon.pid, "tierd-segment") == 1
+
+
+def test_pages_that_only_one_rank_has_written_are_never_seen(
+    daemon2: Daemon, engines: Engines, ranks: Ranks
+) -> None:
+    world = {"world_size": 2, "instance": "halves"}
+    rank1 = ranks(daemon2.socket, rank=1, **world)
+    engine = engines(daemon2.socket, instance="halves", world_size=2, connect=False)
+    rank0 = engine.ranks[0].client
+    engine.ranks.pop().client.close()
+    assert rank0.connect()
+    warm = engine.offer("warm", 1)
+    rank0.flush()
+    rank1.do("offer", "warm", 1)
+    assert engine.settled(warm)
+    os.kill(daemon2.copier_pid("host:1"), signal.SIGSTOP)
+    seq = engine.offer("a", 4)
+    rank0.flush()
+    rank1.do("offer", "a", 4)
+    eventually(
+        lambda: daemon2.status()["copiers"][0]["backup_pages"] == 5, "rank 0's shard is written"
+    )
+    rank1.kill()
+    eventually(lambda: len(daemon2.status()["sessions"]) == 1, "rank 1 is gone")
+    os.kill(daemon2.copier_pid("host:1"), signal.SIGCONT)
+    assert not engine.settled(seq)
+    (pool,) = daemon2.status()["pools"]
+    assert (pool["pages"], pool["slots_used"]) == (1, 1)
+    assert engine.lookup("a", 4) == 0
+    new = engines(daemon2.socket, instance="next", world_size=2)
+    assert new.restored("warm", 1)
+    assert not new.restored("a", 4)
+    assert new.back_up("a", 4)
+    assert new.restored("a", 4)
+
+
+def test_a_rank_may_come_back_before_its_death_was_noticed(
+    daemon: Daemon, engines: Engines
+) -> None:
+    first = Engine(daemon.socket, instance="same")
+    assert first.back_up("a", 4)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    first.close()
+    second = engines(daemon.socket, instance="same", connect=False)
+    second.step()
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(second.connected, "it is let in again")
+    assert second.restored("a", 4)
+    assert second.back_up("b", 4)
+
+
+def test_a_copier_that_cannot_let_go_of_a_dead_ranks_memory_is_ended(
+    daemon: Daemon, engines: Engines
+) -> None:
+    other = engines(daemon.socket, instance="other")
+    assert other.back_up("a", 4)
+    victim = Engine(daemon.socket, instance="victim")
+    copier = daemon.copier_pid()
+    os.kill(copier, signal.SIGSTOP)
+    victim.close()
+    eventually(lambda: is_dead(copier), "the copier was killed", timeout_s=15)
+    back(daemon, other)
+    assert other.restored("a", 4)
+
+
+# --- a copier ---------------------------------------------------------------------------------
+
+
+def test_a_killed_copier_costs_what_was_on_its_way_and_no_cached_page(
+    daemon: Daemon, engines: Engines
+) -> None:
+    first = engines(daemon.socket, instance="first")
+    second = engines(daemon.socket, instance="second")
+    assert first.back_up("a", 4)
+    copier = daemon.copier_pid()
+    os.kill(copier, signal.SIGSTOP)
+    lost = first.offer("b", 4, at=8)
+    first.step()
+    (restore,) = first.start_restore("a", 4, at=16)
+    eventually(
+        lambda: (
+            (daemon.status()["queue"]["restores"], daemon.status()["queue"]["backup_pages"])
+            == (1, 4)
+        ),
+        "both are on their way",
+    )
+    os.kill(copier, signal.SIGKILL)
+    assert not restore.finish()
+    restore.wait_layer(1)
+    assert not first.settled(lost)
+    back(daemon, first, second)
+    assert daemon.status()["copiers"][0]["restarts"] == 1
+    for engine in (first, second):
+        assert engine.lookup("b", 4) == 0
+        assert engine.restored("a", 4)
+
+
+def test_a_group_is_served_again_when_one_of_its_copiers_is_back(
+    daemon2: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon2.socket, world_size=2)
+    assert engine.back_up("a", 4)
+    for device in ("host:1", "host:0"):
+        os.kill(daemon2.copier_pid(device), signal.SIGKILL)
+        back(daemon2, engine)
+        assert engine.restored("a", 4)
+    assert [copier["restarts"] for copier in daemon2.status()["copiers"]] == [1, 1]
+
+
+def test_every_backup_is_acked_once_and_in_order_whenever_the_copier_dies(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    seq = 0
+    for death in range(3):
+        for n in range(30):
+            seq = engine.offer(f"{death} {n}", 2)
+            engine.step()
+            if n == 15:
+                os.kill(daemon.copier_pid(), signal.SIGKILL)
+        engine.settled(seq)
+        back(daemon, engine)
+    assert [ack.seq for ack in engine.acks] == list(range(len(engine.acks)))
+    kept = [ack.kept for ack in engine.acks]
+    assert True in kept
+    assert daemon.status()["queue"]["backups"] == 0
+
+
+def test_a_restore_that_hangs_is_reported_only_when_its_copier_is_dead(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, verdict_timeout_s=0.3)
+    assert engine.back_up("a", 4)
+    copier = daemon.copier_pid()
+    os.kill(copier, signal.SIGSTOP)
+    (restore,) = engine.start_restore("a", 4)
+    assert not restore.finish()
+    assert is_dead(copier), "it could still have written the pages"
+    for _ in range(20):  # the words of the failed restore are not touched under a new one
+        engine.start_restore("a", 4)[0].finish()
+    back(daemon, engine)
+    for _ in range(20):
+        assert engine.restored("a", 4)
+
+
+# --- control ----------------------------------------------------------------------------------
+
+
+def test_a_killed_control_is_noticed_at_once_and_its_successor_is_used(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.copier_pid(), signal.SIGSTOP)
+    pending = [engine.offer(name, 2) for name in ("b", "c")]
+    engine.step()
+    fence = int(engine.client._segment.fence[0])
+    (copier,) = daemon.kill()
+    started = time.monotonic()
+    eventually(lambda: not engine.connected(), "control's death is noticed", timeout_s=1.0)
+    engine.acks += engine.client.acks()
+    assert [ack.kept for ack in engine.acks[-2:]] == [False, False]
+    assert [ack.seq for ack in engine.acks[-2:]] == pending
+    assert int(engine.client._segment.fence[0]) != fence, "no late copy may count as wanted"
+    assert engine.lookup("a", 4) == 0
+    assert not engine.restored("a", 4)
+    seq = engine.offer("d", 2)
+    assert not engine.settled(seq)
+    assert time.monotonic() - started < 2.0, "the engine has not waited for anything"
+    copier.resume()
+    eventually(lambda: is_dead(copier.pid), "the copier goes with its control")
+
+    daemon.start()
+    eventually(engine.connected, "the new daemon is used", timeout_s=2.0)
+    assert engine.lookup("a", 4) == 0
+    assert engine.back_up("a", 4)
+    assert engine.restored("a", 4)
+
+
+def test_a_restore_in_flight_ends_with_the_copier_when_control_is_killed(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.copier_pid(), signal.SIGSTOP)
+    (restore,) = engine.start_restore("a", 4)
+    (copier,) = daemon.kill()
+    assert not restore.finish()
+    assert is_dead(copier.pid)
+
+
+def test_a_restore_does_not_wait_for_the_daemon_that_came_after_its_own(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.copier_pid(), signal.SIGSTOP)
+    (restore,) = engine.start_restore("a", 4)
+    (copier,) = daemon.kill()
+    copier.kill()
+    engine.step()
+    daemon.start()
+    eventually(engine.connected, "the new daemon is used")
+    started = time.monotonic()
+    assert not restore.finish()
+    assert time.monotonic() - started < 5.0
+    assert engine.back_up("a", 4)
+    assert engine.restored("a", 4)
+
+
+def test_a_daemon_that_comes_later_is_used(tmp_path: Path, engines: Engines) -> None:
+    (tmp_path / "late").mkdir()
+    engine = engines(tmp_path / "late" / "tierd.sock", connect=False, retry_s=0.05)
+    assert not engine.client.connect()
+    assert not engine.back_up("a", 4)
+    assert engine.lookup("a", 4) == 0
+    with running(tmp_path / "late"):
+        eventually(engine.connected, "the daemon is used", timeout_s=2.0)
+        assert engine.back_up("a", 4)
+        assert engine.restored("a", 4)
+
+
+def test_ranks_that_meet_a_late_daemon_one_after_the_other_keep_together(
+    tmp_path: Path, engines: Engines
+) -> None:
+    (tmp_path / "late").mkdir()
+    engine = engines(tmp_path / "late" / "tierd.sock", world_size=2, connect=False)
+    for name in "abc":
+        assert not engine.back_up(name, 2)
+    with running(tmp_path / "late", devices="host:2"):
+        first, second = (rank.client for rank in engine.ranks)
+        assert first.connect()
+        seq = engine.offer("d", 2)
+        first.flush()
+        assert second.connect()
+        engine.settled(seq)  # kept by both or by none
+        eventually(lambda: engine.back_up("e", 2), "both are served")
+        assert engine.restored("e", 2)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_daemon_that_is_ended_under_load_leaves_nothing(
+    tmp_path: Path, engines: Engines, stop: signal.Signals
+) -> None:
+    before = shared_memory()
+    with running(tmp_path / "run", devices="host:2") as daemon:
+        engine = engines(daemon.socket, world_size=2)
+        assert engine.back_up("a", 4)
+        engine.offer("b", 4)
+        engine.step()
+        family: list[psutil.Process] = daemon.family()
+        daemon.stop(stop)
+        assert all(is_dead(process.pid) for process in family)
+        assert [file.name for file in (tmp_path / "run").iterdir()] == ["daemon.log"]
+        assert shared_memory() == before
+        eventually(lambda: not engine.connected(), "the engine notices", timeout_s=1.0)
+        assert not engine.back_up("c", 4)
+
+
+def test_a_stopped_daemon_costs_one_timeout_and_then_nothing(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, lookup_timeout_s=0.2)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert [engine.lookup("a", 4) for _ in range(50)] == [0] * 50
+    assert time.monotonic() - started < 0.4
+    engine.offer("b", 4)
+    engine.step()
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: engine.lookup("a", 4) == 4, "lookups hit again")
+    assert engine.back_up("b", 4)
+
+
+def test_a_daemon_that_acks_nothing_is_given_up(daemon: Daemon, engines: Engines) -> None:
+    engine = engines(daemon.socket, ack_timeout_s=0.3)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    assert not engine.back_up("a", 4)
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(engine.connected, "it is used again once it answers")
+    assert engine.back_up("b", 4)
+    assert engine.restored("b", 4)
