@@ -545,3 +545,41 @@ def restored(guest: Guest, names: bytes, *, generation: int, pool: int = 0) -> b
     eventually(lambda: guest.segment.get_verdict(0, generation), "the verdict")
     assert (guest.segment.layers[0, 0]) == generation, "whoever waits for a layer goes on"
     return guest.segment.get_verdict(0, generation) == 1
+
+
+def test_a_restore_is_made_once_however_often_it_is_asked_for(guest: Guest) -> None:
+    guest.enter()
+    names = b"".join(keys("asked for twice", 2))
+    assert guest.kept(guest.flush(1, 2, keys=names))
+    guest.segment.restore_ring[:2] = [3, 4]
+    guest.segment.awaited[0] = 1
+    guest.segment.ready[2] = 0  # its page numbers are not there yet, so it is under way for long
+    message = msgspec.structs.replace(a_restore(names, 1, 0), ticket=2)
+    guest.say(raw(message))
+    assert "under way already" in guest.error(message)
+    assert guest.segment.get_verdict(0, 1) == 0
+    guest.segment.ready[2] = 2
+    eventually(lambda: guest.segment.get_verdict(0, 1) == 1, "it lands")
+
+
+def test_ranks_that_load_different_pages_as_one_step_are_told_apart(
+    guests: Callable[[], Guest],
+) -> None:
+    first, second = guests(), guests()
+    first.enter(world_size=2)
+    second.enter(rank=1, world_size=2, device="host:1")
+    ranks = (first, second)
+    for seq, name in enumerate(("one", "other")):
+        for rank in ranks:
+            items = [BackupItem(seq, False, [Part(0, 2, 0)])]
+            rank.say(raw(rank.flush(1, 2, items=items, keys=b"".join(keys(name, 2)))))
+        for rank in ranks:
+            answer = rank.hear()
+            assert isinstance(answer, messages.Acks)
+            assert answer.results == b"\1"
+    for rank in ranks:
+        rank.segment.restore_ring[:2] = [3, 4]
+    assert restored(first, b"".join(keys("one", 2)), generation=1)
+    assert not restored(second, b"".join(keys("other", 2)), generation=1)
+    for rank in ranks:
+        assert restored(rank, b"".join(keys("other", 2)), generation=2)

@@ -17,6 +17,7 @@ from tier_harness import (
     Daemon,
     Engine,
     RankProcess,
+    Shape,
     eventually,
     is_dead,
     mappings,
@@ -360,3 +361,51 @@ def test_a_daemon_that_acks_nothing_is_given_up(daemon: Daemon, engines: Engines
     eventually(engine.connected, "it is used again once it answers")
     assert engine.back_up("b", 4)
     assert engine.restored("b", 4)
+
+
+def test_a_daemon_that_falls_behind_sheds_and_never_stalls_the_engine(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, [Shape(page_tokens=1, layers=1, row_bytes=8)])
+    assert engine.back_up("before", 1)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    slowest_s = 0.0
+    for n in range(3000):  # more than the queue of messages holds
+        seq = engine.offer(f"{n}", 1)
+        started = time.monotonic()
+        engine.step()
+        slowest_s = max(slowest_s, time.monotonic() - started)
+    assert slowest_s < 0.5
+    os.kill(daemon.pid, signal.SIGCONT)
+    engine.settled(seq)
+    assert [ack.seq for ack in engine.acks] == list(range(3001))
+    kept = [ack.kept for ack in engine.acks]
+    assert all(kept[:500])
+    assert not kept[-1]
+    assert engine.back_up("after", 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_a_reset_in_the_middle_of_everything_no_page_is_stale(
+    daemon2: Daemon, engines: Engines, world_size: int
+) -> None:
+    engine = engines(daemon2.socket, world_size=world_size)
+    assert engine.back_up("old", 4)
+    stopped = daemon2.copier_pid("host:0")
+    os.kill(stopped, signal.SIGSTOP)
+    engine.offer("under way", 4, at=8)
+    engine.step()
+    eventually(lambda: daemon2.status()["queue"]["backup_pages"] == 4, "it is on its way")
+    for rank in engine.ranks:
+        rank.client.reset(keep_pending=True)
+    # The pages are the engine's again, and hold something else by the time the copier reads them.
+    for rank in engine.ranks:
+        rank.pages["kv"].wipe(range(8, 12))
+    os.kill(stopped, signal.SIGCONT)
+    eventually(lambda: daemon2.status()["queue"]["backup_pages"] == 0, "the copies have ended")
+    other = engines(daemon2.socket, world_size=world_size, instance="other")
+    assert other.lookup("under way", 4) == 0
+    assert other.restored("old", 4)
+    assert engine.lookup("old", 4) == 0
+    assert engine.back_up("new", 4)
+    assert engine.restored("new", 4)
