@@ -420,35 +420,29 @@ class TierClient:
 
     # --- lookup -------------------------------------------------------------------------------
 
-    def lookup(self, rid: str, pages: Sequence[tuple[str, bytes]]) -> list[int]:
-        """Which page counts of a chain can be restored right now?
+    def lookup(self, rid: str, keys: bytes, pools: Sequence[str] | None = None) -> list[int]:
+        """At which page counts of a chain could a request resume right now?
 
         A hit leases the pages for the group, so that `restore` finds them on every rank.
 
         Args:
             rid: The request. Its next lookup replaces this one, `cancel` and `restore` end it.
-            pages: Per pool, its name and the chain's 32-byte keys one after the other.
+            keys: The chain's 32-byte keys, one after the other.
+            pools: Those whose pages a boundary needs; None is all of the rank's.
 
         Returns: page counts, ascending; empty is a miss.
         """
         now = time.monotonic()
         if not self.connected or now < self._muted_until or not self._can_restore():
             return []
-        blob = b"".join(keys for _, keys in pages)
-        signature = hashlib.blake2b(blob, digest_size=16).digest()
+        indices = [self._index[name] for name in (self._index if pools is None else pools)]
+        signature = hashlib.blake2b(keys + bytes(indices), digest_size=16).digest()
         known = self._leases.get(rid)
         if known is not None and known[0] == signature and now < known[2]:
             return known[1]
         self._request += 1
         message = messages.Lookup(
-            request=self._request,
-            epoch=self._epoch,
-            rid=rid,
-            parts=[
-                messages.Part(self._index[pool], len(keys) // limits.KEY_BYTES)
-                for pool, keys in pages
-            ],
-            keys=blob,
+            request=self._request, epoch=self._epoch, rid=rid, pools=indices, keys=keys
         )
         reply = self._ask(message)
         if reply is None:

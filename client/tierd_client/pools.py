@@ -34,11 +34,14 @@ class DevicePool:
         name: `kv`, `swa`, `mamba`, ...
         page_tokens: Token slots of a page; page p is slots p * page_tokens and on.
         buffers: In an order that is the same in every engine that shares pages.
+        window: How many pages before a boundary it takes to resume there: 0 is all of them (KV),
+            more for a sliding window, 1 for a state.
     """
 
     name: str
     page_tokens: int
     buffers: Sequence[DeviceBuffer]
+    window: int = 0
 
 
 class PoolPages(NamedTuple):
@@ -97,5 +100,6 @@ def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:
         name=pool.name,
         num_pages=slots.pop() // pool.page_tokens,
         page_tokens=pool.page_tokens,
+        window=pool.window,
         buffers=specs,
     )

@@ -145,10 +145,10 @@ def test_a_paused_daemon_misses_and_sheds_and_goes_on_where_it_was(
 ) -> None:
     assert back_up(engine, b"p" * 32)
     daemon.tierd("pause")
-    assert engine.lookup("while paused", [("kv", b"p" * 32)]) == []
+    assert engine.lookup("while paused", b"p" * 32) == []
     assert not back_up(engine, b"q" * 32)
     daemon.tierd("resume")
-    assert engine.lookup("resumed", [("kv", b"p" * 32)]) == [1]
+    assert engine.lookup("resumed", b"p" * 32) == [1]
     engine.cancel("resumed")
     assert back_up(engine, b"q" * 32)
 
@@ -156,7 +156,7 @@ def test_a_paused_daemon_misses_and_sheds_and_goes_on_where_it_was(
 def test_what_was_cleared_is_not_found(daemon: Daemon, engine: TierClient) -> None:
     assert back_up(engine, b"c" * 32)
     daemon.tierd("clear")
-    assert engine.lookup("cleared", [("kv", b"c" * 32)]) == []
+    assert engine.lookup("cleared", b"c" * 32) == []
 
 
 def test_pause_is_seen_until_resume(daemon: Daemon) -> None:

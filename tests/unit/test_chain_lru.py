@@ -160,7 +160,7 @@ def test_the_leaf_list_does_not_grow_with_use() -> None:
     policy = ChainLru()
     policy.grow(4)
     policy.insert(0, NO_PARENT, 1)
-    for now in range(2, 5000):
+    for _ in range(5000):
         policy.orphan(0)
         policy.evict(1, lambda _: False, lambda _: None)
     assert len(policy._leaves) <= 64 + 4 * 4 + 1

@@ -52,7 +52,8 @@ class Group:
         return [(self.pool, keys)]
 
     def lookup(self, rid: str, keys: Sequence[bytes], now: float = 0.0) -> list[int]:
-        return self.leases.lookup(rid, self.want(keys), b"".join(keys), now=now, tick=100)
+        signature = b"".join(keys)
+        return self.leases.lookup(rid, keys, [self.pool], signature, now=now, tick=100)
 
     def pin(self, number: int, loads: dict[str, Sequence[bytes]], deadline: float = 20.0) -> Pins:
         wants = [(rid, self.want(keys)) for rid, keys in loads.items()]
@@ -209,12 +210,11 @@ def test_leases_of_a_group_that_goes_end_and_its_pins_stay() -> None:
 
 @pytest.mark.parametrize("have", [3, 0])
 def test_a_request_of_two_pools_gets_what_both_have(have: int) -> None:
-    kv, swa = make_pool(16, a=5), make_pool(16, a=have)
+    kv, indexer = make_pool(16, a=5), make_pool(16, a=have)
     leases = Leases(lease_s=LEASE_S, max_share=1.0)
-    want = [(kv, chain("a", 5)), (swa, chain("a", 5))]
-    lengths = leases.lookup("r", want, b"", now=0.0, tick=9)
+    lengths = leases.lookup("r", chain("a", 5), [kv, indexer], b"", now=0.0, tick=9)
     assert max(lengths, default=0) == have
-    assert (kv.held, swa.held) == (have, have)
+    assert (kv.held, indexer.held) == (have, have)
 
 
 NAMES = st.sampled_from(["a", "b", "c"])

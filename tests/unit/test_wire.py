@@ -82,7 +82,8 @@ def fitting(struct: Any) -> Any:
             pages = sum(part.pages for item in struct.items for part in item.parts)
             return replace(struct, keys=key * pages)
         case Lookup():
-            return replace(struct, keys=key * sum(part.pages for part in struct.parts))
+            pools = list(dict.fromkeys(struct.pools))
+            return replace(struct, pools=pools, keys=key * (len(struct.keys) % 5))
         case CopyPart():
             pages = len(struct.slots)
             return replace(
@@ -305,8 +306,7 @@ def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
         codec.FROM_CLIENT.decode(bytes(limits.MAX_MESSAGE_BYTES + 1))
     pages = limits.MAX_PAGES_PER_MESSAGE
-    part = Part(pool=0, pages=pages)
-    lookup = Lookup(request=1, epoch="", rid="r", parts=[part], keys=KEY * pages)
+    lookup = Lookup(request=1, epoch="", rid="r", pools=[0], keys=KEY * pages)
     with pytest.raises(ProtocolError, match=r"Lookup of 16777\d+ bytes .* send fewer pages"):
         codec.encode(lookup)
 

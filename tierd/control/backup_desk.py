@@ -148,6 +148,8 @@ class BackupDesk:
                 backups.shed(seq)
             return True
         sequencer.decided(seq)
+        if offer.parent:
+            catalog.touch_boundary(offer.parent, self._state.next_tick())
         for pool in pools:
             self._state.room.grow_ahead(catalog, pool, self._state.sharers(catalog))
         for rank, mine in offers.items():

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.chain_lru import ChainLru
-from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
+from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
 from tierd.wire.layout import COMMITTED, FREE, WRITING
 
@@ -30,19 +31,32 @@ class SlotRecords(Protocol):
 class PagePool:
     """Pages of one pool of one namespace.
 
+    `window`: how many pages before a boundary it takes to resume there; 0 is the whole chain.
+    Pages of a windowed pool mean nothing without the chain's pages in the pools without one: when
+    one of those goes, `Catalog` has its namesakes here go too.
+
     A slot is FREE, WRITING (reserved by one backup until all its shards have been copied, or have
     failed and retired) or COMMITTED. A page is visible to lookups only when COMMITTED. `hold`
     keeps committed pages from eviction: leases and pins are holds.
     """
 
     def __init__(
-        self, name: str, page_tokens: int, host: HostLayout, shards: int, records: SlotRecords
+        self,
+        name: str,
+        page_tokens: int,
+        host: HostLayout,
+        shards: int,
+        records: SlotRecords,
+        window: int = 0,
     ) -> None:
         self.name = name
         self.page_tokens = page_tokens
         self.host = host
         self.shards = shards
-        self.policy = ChainLru()
+        self.window = window
+        self.policy: EvictionPolicy = WindowLru() if window else ChainLru()
+        self.on_drop: Callable[[bytes], None] | None = None
+        """Told of each page that goes."""
         self.evictions = 0
         self.hits = 0
         self.misses = 0
@@ -168,9 +182,41 @@ class PagePool:
     def touch(self, slots: Slots, now: int) -> None:
         """A chain was used. Its order also teaches predecessors that were not known before."""
         self.policy.touch(slots, now)
+        if self.window:
+            return
         unknown = np.flatnonzero(self.policy.parent[slots[1:]] == NO_PARENT) + 1
         for i in unknown.tolist():
             self._adopt(int(slots[i]), int(slots[i - 1]), now)
+
+    def present(self, keys: Sequence[bytes]) -> Slots:
+        """The slot of each committed page, -1 for those that are not here. Shape: (len(keys),)."""
+        get = self._slots.get
+        slots = np.array([get(key, -1) for key in keys], np.int64)
+        known = np.flatnonzero(slots >= 0)
+        slots[known[self._state[slots[known]] != COMMITTED]] = -1
+        return slots
+
+    def before(self, key: bytes, count: int) -> list[bytes]:
+        """Up to `count` pages of a chain that end with this one, in chain order."""
+        chain: list[bytes] = []
+        slot = self._slots.get(key)
+        while slot is not None and slot != NO_PARENT and len(chain) < count:
+            chain.append(self._keys[slot])
+            slot = int(self.policy.parent[slot])
+        return chain[::-1]
+
+    def forget(self, key: bytes) -> None:
+        """The chain up to this page is gone: it serves nobody. It goes now, or as soon as nobody
+        holds it."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        if self._evictable(slot):
+            with self._dropping() as drop:
+                drop(slot)
+            self.evictions += 1
+        else:
+            self.policy.touch(np.array([slot], np.int64), 0)
 
     def hold(self, slots: Slots) -> None:
         self._holds[slots] += 1
@@ -194,6 +240,8 @@ class PagePool:
         """
         fresh = iter(self._take(sum(slot is None for slot in known)))
         slots = np.empty(len(keys), np.int64)
+        if self.window:
+            parent = None
         before = parent
         previous: int | None = self._slots.get(parent) if parent else None
         if parent and previous is None:
@@ -207,9 +255,13 @@ class PagePool:
                 if previous is not None and self.policy.parent[slot] == NO_PARENT:
                     self._adopt(slot, previous, now)
             slots[i] = slot
-            before, previous = key, slot
+            if not self.window:
+                before, previous = key, slot
         if now:
             self.policy.touch(slots, now)
+        if self.window:
+            # Enough for the boundary at the end; those in between are kept while there is room.
+            self.policy.touch(slots[: -self.window], 0)
         return slots
 
     def commit(self, slots: Slots) -> None:
@@ -302,10 +354,13 @@ class PagePool:
     def _drop(self, slot: int) -> None:
         self._forget_orphan(slot)
         self.policy.remove(slot)
-        del self._slots[self._keys[slot]]
+        key = self._keys[slot]
+        del self._slots[key]
         self._keys[slot] = b""
         self._state[slot] = FREE
         self._free += 1
+        if self.on_drop is not None:
+            self.on_drop(key)
 
     @contextmanager
     def _dropping(self) -> Iterator[Callable[[int], None]]:
@@ -332,14 +387,25 @@ class Catalog:
         self.private = private
         self.pools: dict[str, PagePool] = {}
 
-    def add_pool(
-        self,
-        name: str,
-        page_tokens: int,
-        host: HostLayout,
-        records: SlotRecords,
-    ) -> PagePool:
-        """A new pool without slots."""
-        pool = PagePool(name, page_tokens, host, self.world_size, records)
-        self.pools[name] = pool
-        return pool
+    def add_pool(self, pool: PagePool) -> None:
+        """Take in a new pool."""
+        self.pools[pool.name] = pool
+        if not pool.window:
+            pool.on_drop = self._forget_windows
+
+    def touch_boundary(self, key: bytes, now: int) -> None:
+        """A request has gone on from the boundary after this page: all it needs is as recent.
+
+        An engine that hits a prefix on its GPU never asks for it here, but it backs up what comes
+        after.
+        """
+        whole = next((pool for pool in self.pools.values() if not pool.window), None)
+        for pool in self.pools.values():
+            if whole is not None and pool.window:
+                slots = pool.present(whole.before(key, pool.window))
+                pool.touch(slots[slots >= 0], now)
+
+    def _forget_windows(self, key: bytes) -> None:
+        for pool in self.pools.values():
+            if pool.window:
+                pool.forget(key)

@@ -153,8 +153,9 @@ class Group:
             )
 
 
-def _short(geometry: tuple[int, Sequence[tuple[int, int]]] | None) -> str:
+def _short(geometry: tuple[int, int, Sequence[tuple[int, int]]] | None) -> str:
     if geometry is None:
         return "no such pool"
-    tokens, rows = geometry
-    return f"{tokens} tokens a page, {len(rows)} rows of {sorted({row for row, _ in rows})} bytes"
+    tokens, window, rows = geometry
+    sizes = sorted({row for row, _ in rows})
+    return f"{tokens} tokens a page, window {window}, {len(rows)} rows of {sizes} bytes"

@@ -14,8 +14,11 @@ import numpy as np
 from tierd.control.catalog import PagePool
 from tierd.eviction.policy import Slots
 
+FEW = 4
+"""Boundaries that a lookup answers with, at most."""
+
 Want = Sequence[tuple[PagePool, Sequence[bytes]]]
-"""Per pool of a request, the chain of keys it asks for; all of one length."""
+"""Per pool of a load, the keys of the pages that it restores."""
 
 Held = list[tuple[PagePool, Slots]]
 
@@ -66,11 +69,24 @@ class Leases:
         """Steps whose loads are not over."""
         return len(self._pins)
 
-    def lookup(self, rid: str, want: Want, signature: bytes, *, now: float, tick: int) -> list[int]:
-        """Restorable page counts, ascending, the same for every rank that asks the same.
+    def lookup(
+        self,
+        rid: str,
+        keys: Sequence[bytes],
+        pools: Sequence[PagePool],
+        signature: bytes,
+        *,
+        now: float,
+        tick: int,
+    ) -> list[int]:
+        """Page counts at which a chain can be resumed, ascending, the same for every rank that
+        asks the same. All the pages that they need are leased.
 
         Few: the longest and some shorter ones. SGLang builds a mask from the list one element at
         a time (0.5.23, `_sync_restorable_prefix`).
+
+        Args:
+            pools: Whose pages a boundary needs. At least one has no window.
         """
         lease = self._leases.get(rid)
         if lease is not None:
@@ -78,27 +94,48 @@ class Leases:
                 lease.expires = now + self._lease_s
                 return lease.lengths
             self._end(rid)
-        runs = [pool.prefix(keys) for pool, keys in want]
+        whole = [pool for pool in pools if not pool.window]
+        windowed = [pool for pool in pools if pool.window]
+        runs = [pool.prefix(keys) for pool in whole]
         longest = min(len(run) for run in runs)
-        for (pool, keys), _ in zip(want, runs, strict=True):
+        for pool, run in zip(whole, runs, strict=True):
             pool.hits += longest
             pool.misses += len(keys) - longest
-        for (pool, _), run in zip(want, runs, strict=True):
-            room = max(0, int(self._max_share * pool.capacity) - pool.held)
             # A prefix that many requests share is held already, and takes no more of the share.
             more = np.cumsum(~pool.are_held(run[:longest]))
-            longest = int(np.searchsorted(more, room, side="right"))
-        if not longest:
-            return []
+            longest = int(np.searchsorted(more, self._room(pool), side="right"))
+        windows = [pool.present(keys[:longest]) for pool in windowed]
+        lengths = few(boundaries(longest, windowed, windows), spread=not windowed)
         held: Held = []
-        for (pool, _), run in zip(want, runs, strict=True):
-            slots = run[:longest]
+        for pool, slots in zip(windowed, windows, strict=True):
+            lengths, needed = self._fit(pool, slots, lengths)
+            held.append((pool, needed))
+        if not lengths:
+            return []
+        held += [(pool, run[: lengths[-1]]) for pool, run in zip(whole, runs, strict=True)]
+        for pool, slots in held:
             pool.touch(slots, tick)
             pool.hold(slots)
-            held.append((pool, slots))
-        lengths = sorted({longest, longest * 3 // 4, longest // 2, longest // 4} - {0})
         self._leases[rid] = Lease(signature, lengths, held, now + self._lease_s)
         return lengths
+
+    def _room(self, pool: PagePool) -> int:
+        """How many more pages of a pool leases may hold."""
+        return max(0, int(self._max_share * pool.capacity) - pool.held)
+
+    def _fit(self, pool: PagePool, slots: Slots, lengths: list[int]) -> tuple[list[int], Slots]:
+        """The longest boundaries whose windows fit in a pool's share, and their pages."""
+        room = self._room(pool)
+        kept: list[int] = []
+        needed: set[int] = set()
+        for n in reversed(lengths):
+            more = needed | set(slots[max(0, n - pool.window) : n].tolist())
+            fresh = np.fromiter(more, np.int64)
+            if int(np.count_nonzero(~pool.are_held(fresh))) > room:
+                break
+            kept.append(n)
+            needed = more
+        return kept[::-1], np.array(sorted(needed), np.int64)
 
     def pin(
         self,
@@ -120,11 +157,8 @@ class Leases:
             return pins
         plan: list[Held] | None = []
         for _, want in wants:
-            runs = [(pool, pool.prefix(keys)) for pool, keys in want]
-            whole = all(
-                len(run) == len(keys) for (_, run), (_, keys) in zip(runs, want, strict=True)
-            )
-            if not whole:
+            runs = [(pool, pool.present(keys)) for pool, keys in want]
+            if any((slots < 0).any() for _, slots in runs):
                 plan = None
                 break
             assert plan is not None
@@ -180,6 +214,33 @@ class Leases:
         lease = self._leases.pop(rid, None)
         if lease is not None:
             _release(lease.held)
+
+
+def boundaries(longest: int, pools: Sequence[PagePool], slots: Sequence[Slots]) -> Slots:
+    """Page counts up to `longest` at which the window of every pool is complete.
+
+    Args:
+        slots: Per pool, its slot of each page of the chain or -1. Each of shape (longest,).
+    """
+    counts = np.arange(1, longest + 1)
+    fits = np.ones(longest, np.bool_)
+    for pool, here in zip(pools, slots, strict=True):
+        # How many pages in a row, up to each, are here.
+        missing = np.where(here < 0, counts, 0)
+        in_a_row = counts - np.maximum.accumulate(missing)
+        fits &= in_a_row >= np.minimum(counts, pool.window)
+    return counts[fits]
+
+
+def few(counts: Slots, *, spread: bool) -> list[int]:
+    """The longest of some ascending counts, and a few others for ranks to meet at: the ones just
+    below it, or spread over the whole."""
+    if not len(counts):
+        return []
+    if not spread:
+        return [int(n) for n in counts[-FEW:]]
+    last = len(counts) - 1
+    return sorted({int(counts[last * part // FEW]) for part in range(1, FEW + 1)})
 
 
 def _release(held: Held) -> None:

@@ -29,15 +29,20 @@ class RestoreDesk:
         Raises: ProtocolError: naming the field.
         """
         group = session.group
-        lengths: list[int] = []
-        if len({part.pages for part in message.parts}) != 1:
-            raise ProtocolError("a lookup's `parts` must all have the same number of pages")
         group.check_epoch(message.epoch)
+        names = [session.pool_name(index) for index in message.pools]
+        if all(session.info.pools[index].window for index in message.pools):
+            raise ProtocolError(f"`pools` {names} all have a window; name one without, too")
+        lengths: list[int] = []
         if group.serving and not self._state.paused and message.epoch == session.epoch:
-            want = self._want(session, message.epoch, message.parts, message.keys)
-            signature = bytes(part.pool for part in message.parts) + message.keys
+            catalog = self._state.catalog(group, message.epoch)
             lengths = group.leases.lookup(
-                message.rid, want, signature, now=now, tick=self._state.next_tick()
+                message.rid,
+                codec.split_keys(message.keys),
+                [catalog.pools[name] for name in names],
+                bytes(message.pools) + message.keys,
+                now=now,
+                tick=self._state.next_tick(),
             )
         self._state.counters["lookups"] += 1
         self._state.counters["lookup_hits"] += bool(lengths)

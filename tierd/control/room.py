@@ -55,12 +55,15 @@ class RoomKeeper:
         """Are copiers pinning or unmapping chunks right now?"""
         return bool(self._claims or self._drops)
 
-    def open_pool(self, catalog: Catalog, name: str, page_tokens: int, host: HostLayout) -> None:
+    def open_pool(
+        self, catalog: Catalog, name: str, page_tokens: int, host: HostLayout, window: int = 0
+    ) -> None:
         """Make a catalog's pool known; it gets chunks once it needs them."""
         if name in catalog.pools:
             return
         rows = ChunkRows(host)
-        pool = catalog.add_pool(name, page_tokens, host, rows)
+        pool = PagePool(name, page_tokens, host, catalog.world_size, rows, window)
+        catalog.add_pool(pool)
         self._rows[id(pool)] = rows
         self._pools[id(pool)] = pool
 

@@ -84,7 +84,8 @@ class State:
                 self.catalogs[digest] = catalog
             group.catalogs[epoch] = catalog
             for spec in group.pools:
-                self.room.open_pool(catalog, spec.name, spec.page_tokens, pool_layout(spec))
+                layout = pool_layout(spec)
+                self.room.open_pool(catalog, spec.name, spec.page_tokens, layout, spec.window)
         return catalog
 
     def forget_epochs(self, group: Group) -> None:

@@ -2,5 +2,6 @@
 
 from tierd.eviction.chain_lru import ChainLru
 from tierd.eviction.policy import EvictionPolicy
+from tierd.eviction.window_lru import WindowLru
 
-__all__ = ["ChainLru", "EvictionPolicy"]
+__all__ = ["ChainLru", "EvictionPolicy", "WindowLru"]

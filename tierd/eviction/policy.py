@@ -19,6 +19,11 @@ class EvictionPolicy(Protocol):
     `now` is a count that only grows, passed in by the caller: recency without a clock.
     """
 
+    parent: npt.NDArray[np.int64]
+    """The slot of the page before each page, or NO_PARENT; all that if chains mean nothing."""
+    children: npt.NDArray[np.int32]
+    """How many pages that are here follow each page."""
+
     def grow(self, capacity: int) -> None:
         """Slots 0 .. capacity - 1 may be used from now on."""
 
@@ -35,7 +40,8 @@ class EvictionPolicy(Protocol):
         """The page before the one in `slot` is gone."""
 
     def touch(self, slots: Slots, now: int) -> None:
-        """These pages were used. What comes before them in their chains counts as used too."""
+        """These pages were used. What comes before them in their chains counts as used too. 0:
+        they have turned out to be of no use to anybody, and go first."""
 
     def remove(self, slot: int) -> None:
         """The page in `slot` is gone. It must have no successors here."""

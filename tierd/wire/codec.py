@@ -97,7 +97,12 @@ def check_blobs(message: object) -> None:
                 raise ProtocolError(f"seq {item.seq} is shed, yet has `parts`")
         _check_keys(message.keys, pages)
     elif isinstance(message, messages.Lookup):
-        _check_keys(message.keys, sum(part.pages for part in message.parts))
+        if len(message.keys) % limits.KEY_BYTES:
+            raise ProtocolError(
+                f"`keys` has {len(message.keys)} bytes; a key has {limits.KEY_BYTES}"
+            )
+        if len(set(message.pools)) != len(message.pools):
+            raise ProtocolError(f"`pools` names one pool twice: {message.pools}")
     elif isinstance(message, messages.Restore):
         _check_keys(message.keys, sum(p.pages for item in message.items for p in item.parts))
     elif isinstance(message, messages.BackupJob | messages.RestoreJob):

@@ -150,11 +150,17 @@ def _check_interleaved(group: Sequence[_Extent]) -> None:
             raise ProtocolError(f"{extent.where} and {follower.where}: their pages overlap")
 
 
-def geometry_of(pools: Sequence[PoolSpec]) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
+def geometry_of(
+    pools: Sequence[PoolSpec],
+) -> dict[str, tuple[int, int, tuple[tuple[int, int], ...]]]:
     """What two ranks or engines must have in common to share pages: per pool, the tokens of a
-    page, and (row bytes, layer) of each buffer in order."""
+    page, the window, and (row bytes, layer) of each buffer in order."""
     return {
-        pool.name: (pool.page_tokens, tuple((b.row_bytes, b.layer) for b in pool.buffers))
+        pool.name: (
+            pool.page_tokens,
+            pool.window,
+            tuple((b.row_bytes, b.layer) for b in pool.buffers),
+        )
         for pool in pools
     }
 

@@ -68,12 +68,14 @@ class PoolSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One component of the KV cache, as a rank registers it.
 
     `num_pages` bounds the page numbers that the rank may name. The order of `buffers` is the
-    order of the rows in host memory and part of what makes two pages interchangeable.
+    order of the rows in host memory and part of what makes two pages interchangeable. `window`:
+    how many pages before a boundary must be here for a request to resume at it; 0 is all of them.
     """
 
     name: Name
     num_pages: Annotated[int, Meta(ge=1, le=2**40)]
     page_tokens: Annotated[int, Meta(ge=1, le=2**20)]
+    window: Annotated[int, Meta(ge=0, le=2**20)] = 0
     buffers: Annotated[list[BufferSpec], Meta(min_length=1, max_length=limits.MAX_BUFFERS)]
 
 
@@ -164,15 +166,15 @@ ToLifeline = Welcome | CopierReplaced | Refused | Status | Done
 
 
 class Part(Struct, array_like=True, frozen=True):
-    """The pages of one pool in a backup, a lookup or a restore.
+    """The pages of one pool in a backup or a restore.
 
     Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
-    first page number in the segment's index ring (unused in a lookup).
+    first page number in the segment's index ring.
     """
 
     pool: PoolIndex
     pages: PageCount
-    ring: U63 = 0
+    ring: U63
 
 
 class BackupItem(Struct, array_like=True, frozen=True):
@@ -202,12 +204,13 @@ class Flush(Message, frozen=True, tag="flush"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Which page counts of these chains can be restored? A hit leases its pages for the group."""
+    """At which page counts of this chain can a request resume, as far as these pools go? A hit
+    leases its pages for the group. At least one of the pools must have window 0."""
 
     request: U63
     epoch: OptionalName
     rid: Name
-    parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+    pools: Annotated[list[PoolIndex], Meta(min_length=1, max_length=limits.MAX_POOLS)]
     keys: bytes
 
 

@@ -129,7 +129,7 @@ class Engine:
         tail = keys[held:]
         restored = 0
         if tail:
-            lengths = self.client.lookup(request.rid, [("kv", b"".join(tail))])
+            lengths = self.client.lookup(request.rid, b"".join(tail))
             (restored,) = self._minimum([max(lengths, default=0)])
             if lengths and not restored:
                 self.client.cancel(request.rid)

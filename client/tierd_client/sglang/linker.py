@@ -209,7 +209,9 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.stats.looked_up += len(transfers[0].keys)
         if self._weights_are_stale:
             return []
-        return self.client.lookup(rid, [(str(t.name.value), _keys(t.keys)) for t in transfers])
+        return self.client.lookup(
+            rid, _keys(transfers[0].keys), [str(t.name.value) for t in transfers]
+        )
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a restore of what a lookup found. The answer depends on nothing that could

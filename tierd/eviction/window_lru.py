@@ -1,0 +1,113 @@
+"""Least recently used, for pages that serve the boundaries shortly after them: sliding windows
+(SWA) and states.
+
+Such a page has no use on its own: a request resumes at a boundary only if the whole window before
+it is here. Pages are used, and therefore grow old, a window at a time; of one window the earliest
+goes first, because it serves the earliest boundaries. What is left of a window that has lost a
+page is as old as that page was, and is next in line.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.eviction.policy import NO_PARENT, Slots
+
+_NEVER = 0
+
+
+class WindowLru:
+    """See `tierd.eviction.policy.EvictionPolicy`. Knows no chains: every page is a leaf.
+
+    Amortised O(log n) a page.
+    """
+
+    def __init__(self) -> None:
+        self.parent: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.children: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._last_use: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._present: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._inserted = 0
+        # (last use when pushed, order of insertion, slot). May be outdated; `evict` checks.
+        self._queue: list[tuple[int, int, int]] = []
+
+    def grow(self, capacity: int) -> None:
+        more = capacity - len(self.parent)
+        if more <= 0:
+            return
+        self.parent = np.concatenate([self.parent, np.full(more, NO_PARENT, np.int64)])
+        self.children = np.concatenate([self.children, np.zeros(more, np.int32)])
+        self._last_use = np.concatenate([self._last_use, np.zeros(more, np.int64)])
+        self._order = np.concatenate([self._order, np.zeros(more, np.int64)])
+        self._present = np.concatenate([self._present, np.zeros(more, np.bool_)])
+
+    def insert(self, slot: int, parent: int, now: int) -> None:
+        self._inserted += 1
+        self._present[slot] = True
+        self._order[slot] = self._inserted
+        self._last_use[slot] = now
+        self._push(slot)
+
+    def insert_orphan(self, slot: int) -> None:
+        self.insert(slot, NO_PARENT, _NEVER)
+
+    def link(self, slot: int, parent: int, now: int) -> None:
+        """Chains mean nothing here."""
+
+    def orphan(self, slot: int) -> None:
+        self._last_use[slot] = _NEVER
+        self._push(slot)
+
+    def touch(self, slots: Slots, now: int) -> None:
+        older = slots[self._last_use[slots] > now]
+        self._last_use[slots] = now
+        # A page that is demoted must be found again before its old entry comes up.
+        for slot in older.tolist():
+            self._push(slot)
+
+    def remove(self, slot: int) -> None:
+        self._present[slot] = False
+
+    def evict(
+        self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
+    ) -> int:
+        held: list[tuple[int, int, int]] = []
+        gone = 0
+        while gone < count and self._queue:
+            entry = heapq.heappop(self._queue)
+            used, order, slot = entry
+            if not self._present[slot] or self._order[slot] != order:
+                continue
+            if self._last_use[slot] != used:
+                if self._last_use[slot] > used:
+                    self._push(slot)
+                continue  # else it was demoted, and pushed then
+            if evictable(slot):
+                drop(slot)
+                gone += 1
+            else:
+                held.append(entry)
+        for entry in held:
+            heapq.heappush(self._queue, entry)
+        self._compact()
+        return gone
+
+    def recency(self, slots: Slots) -> int:
+        return int(self._last_use[slots].max(initial=_NEVER))
+
+    def _push(self, slot: int) -> None:
+        entry = (int(self._last_use[slot]), int(self._order[slot]), slot)
+        heapq.heappush(self._queue, entry)
+
+    def _compact(self) -> None:
+        """Outdated entries must not outgrow the pool."""
+        if len(self._queue) <= 64 + 4 * len(self._present):
+            return
+        slots = np.flatnonzero(self._present).tolist()
+        self._queue = [(int(self._last_use[s]), int(self._order[s]), s) for s in slots]
+        heapq.heapify(self._queue)
