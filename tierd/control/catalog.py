@@ -19,6 +19,9 @@ from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
 from tierd.wire.layout import COMMITTED, FREE, WRITING
 
+SPAN = 4096
+"""Slots that are searched at a time for free ones."""
+
 
 class SlotRecords(Protocol):
     """Where the headers of a pool's slots are written."""
@@ -67,6 +70,8 @@ class PagePool:
         self._usable: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._holds: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._free = 0
+        # Free slots in each SPAN of them: a free slot is found without a look at every slot.
+        self._free_in: npt.NDArray[np.int64] = np.empty(0, np.int64)
         # Pages whose predecessor is known by key and not here: key of it -> their slots.
         self._orphans: dict[bytes, list[int]] = {}
         self._orphan_of: dict[int, bytes] = {}
@@ -104,6 +109,7 @@ class PagePool:
             self.policy.grow(end)
         self._usable[first:end] = True
         self._free += end - first
+        self._count_free(first, end, 1)
 
     def coldest_chunk(self, ordinals: Sequence[int]) -> int | None:
         """The chunk whose pages, and all that follows them, may go; the least recent first."""
@@ -137,6 +143,7 @@ class PagePool:
         first, end = self._span(ordinal)
         self._usable[first:end] = False
         self._free -= end - first
+        self._count_free(first, end, -1)
         return evicted
 
     def evict(self, count: int) -> int:
@@ -300,11 +307,24 @@ class PagePool:
         """The lowest free slots: a run of pages gets a run of slots wherever one is free."""
         if count > self._free:
             raise AssertionError(f"{count} slots wanted of {self._free}")
-        if not count:
-            return []
-        taken = np.flatnonzero(self._usable & (self._state == FREE))[:count]
         self._free -= count
-        return [int(slot) for slot in taken]
+        taken: list[int] = []
+        for span in np.flatnonzero(self._free_in).tolist():
+            if len(taken) == count:
+                break
+            first, end = span * SPAN, (span + 1) * SPAN
+            free = np.flatnonzero(self._usable[first:end] & (self._state[first:end] == FREE))
+            free = free[: count - len(taken)] + first
+            self._free_in[span] -= len(free)
+            taken += free.tolist()
+        return taken
+
+    def _count_free(self, first: int, end: int, sign: int) -> None:
+        """Slots `first` to `end`, all free, are usable from now on (1), or no more (-1)."""
+        spans = np.bincount(np.arange(first, end) // SPAN)
+        more = max(0, len(spans) - len(self._free_in))
+        self._free_in = np.concatenate([self._free_in, np.zeros(more, np.int64)])
+        self._free_in[: len(spans)] += sign * spans
 
     def _place(
         self, slot: int, key: bytes, before: bytes | None, previous: int | None, now: int
@@ -359,6 +379,7 @@ class PagePool:
         self._keys[slot] = b""
         self._state[slot] = FREE
         self._free += 1
+        self._free_in[slot // SPAN] += 1
         if self.on_drop is not None:
             self.on_drop(key)
 
