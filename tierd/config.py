@@ -7,7 +7,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,15 @@ class ServeConfig:
         memory_bytes: Host memory for pages, a multiple of `CHUNK_BYTES`.
         devices: One copier each: GPU UUIDs ("GPU-..."), or "host:0", "host:1", ...
         log_level: One of `LOG_LEVELS`.
+        pool_shares: For each pool that has a cap, by name: the share of the memory that its pages
+            take at most, all engines together. 0 < share <= 1.
     """
 
     socket: Path
     memory_bytes: int
     devices: tuple[str, ...]
     log_level: str
+    pool_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ServeOptions:
     memory_check: bool | None = None
     devices: str | None = None
     log_level: str | None = None
+    pool: tuple[str, ...] | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -65,7 +69,7 @@ class ServeOptions:
 
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
-    `memory-check`, `devices`, `log-level`.
+    `memory-check`, `devices`, `log-level`, `pool`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -74,7 +78,7 @@ def parse_toml(text: str) -> ServeOptions:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not valid TOML: {error}") from None
     types: Mapping[str, type] = {
-        name.replace("_", "-"): bool if name == "memory_check" else str
+        name.replace("_", "-"): {"memory_check": bool, "pool": tuple}.get(name, str)
         for name in ServeOptions.__dataclass_fields__
     }
     values: dict[str, Any] = {}
@@ -85,8 +89,14 @@ def parse_toml(text: str) -> ServeOptions:
             if not all(isinstance(item, str | int) for item in value):
                 raise ConfigError("`devices` must be a string, or a list of GPU UUIDs or numbers")
             value = ",".join(str(item) for item in value)
+        if key == "pool" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            value = tuple(value)
         if not isinstance(value, types[key]):
-            kind = {bool: "true or false", str: 'a string in quotes, "..."'}[types[key]]
+            kind = {
+                bool: "true or false",
+                str: 'a string in quotes, "..."',
+                tuple: 'a list of strings, ["swa=20%"]',
+            }[types[key]]
             raise ConfigError(f"`{key}` must be {kind}, not {value!r}")
         values[key.replace("-", "_")] = value
     return ServeOptions(**values)
@@ -125,7 +135,23 @@ def resolve(
         memory_bytes=_resolve_memory(options, available, len(devices)),
         devices=devices,
         log_level=log_level,
+        pool_shares=dict(map(parse_pool_share, options.pool or ())),
     )
+
+
+def parse_pool_share(text: str) -> tuple[str, float]:
+    """A pool's cap: "swa=20%" is ("swa", 0.2).
+
+    Raises: ConfigError: not of that form, or a share that is not above 0 and up to 100%.
+    """
+    name, _, share = text.partition("=")
+    try:
+        value = float(share.removesuffix("%")) / 100 if share.endswith("%") else 0.0
+    except ValueError:
+        value = 0.0
+    if not name or not 0.0 < value <= 1.0:
+        raise ConfigError(f"--pool {text}: write a pool's name and its share, as in swa=20%")
+    return name, value
 
 
 def resolve_devices(wanted: str, visible_gpus: Callable[[], Sequence[str]]) -> tuple[str, ...]:

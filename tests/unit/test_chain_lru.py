@@ -140,7 +140,7 @@ def test_a_chunk_goes_with_all_that_follows_its_pages() -> None:
     long = tuple(range(1, CHUNK + 4))
     store(pool, long, now=1)  # fills chunk 0, three pages in chunk 1
     store(pool, (99,), now=2)
-    assert pool.coldest_chunk([0, 1]) == 0
+    assert pool.coldest_chunk([0, 1]) == (1, 0)
     assert pool.remove_chunk(0) == len(long)
     assert pool.find(key(long)) is None
     assert len(pool.prefix(keys((99,)))) == 1
@@ -225,8 +225,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def swap_a_chunk(self) -> None:
-        ordinal = self.pool.coldest_chunk([0, 1])
-        if ordinal is not None:
+        coldest = self.pool.coldest_chunk([0, 1])
+        if coldest is not None:
+            ordinal = coldest[1]
             self.pool.remove_chunk(ordinal)
             self.pool.add_chunk(ordinal)
 

@@ -170,3 +170,24 @@ def test_a_socket_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, 12345)
     with pytest.raises(ConfigError, match="belongs to another user"):
         prepare_socket_directory(tmp_path / "tierd.sock")
+
+
+def test_a_pool_can_be_capped_by_flag_and_by_file() -> None:
+    assert settle(ServeOptions(pool=("swa=20%", "mamba=7.5%"))).pool_shares == {
+        "swa": 0.2,
+        "mamba": 0.075,
+    }
+    assert settle(parse_toml('pool = ["swa=20%"]')).pool_shares == {"swa": 0.2}
+    assert settle(ServeOptions()).pool_shares == {}
+
+
+@pytest.mark.parametrize("text", ["swa", "swa=", "swa=20", "=20%", "swa=0%", "swa=101%", "swa=x%"])
+def test_a_cap_that_makes_no_sense_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"as in swa=20%"):
+        settle(ServeOptions(pool=(text,)))
+
+
+@pytest.mark.parametrize("value", ['"swa=20%"', "[1]"])
+def test_caps_in_a_file_are_a_list_of_strings(value: str) -> None:
+    with pytest.raises(ConfigError, match="`pool` must be a list of strings"):
+        parse_toml(f"pool = {value}")

@@ -42,13 +42,16 @@ class Told:
 class Machine:
     """A room keeper and its copiers, who answer when the test lets them."""
 
-    def __init__(self, chunks: int, devices: int = 1) -> None:
+    def __init__(
+        self, chunks: int, devices: int = 1, shares: dict[str, float] | None = None
+    ) -> None:
         self.told: list[Told] = []
-        self.room = RoomKeeper(chunks * CHUNK_BYTES, self._tell)
+        self.room = RoomKeeper(chunks * CHUNK_BYTES, self._tell, shares)
         self.copiers = [Copier(f"host:{n}") for n in range(devices)]
         for copier in self.copiers:
             copier.state = CopierState.READY
         self.catalogs: list[Catalog] = []
+        self.tick = 0
         self.filled: dict[bytes, int] = {}
 
     def _tell(self, copier: Copier, message: Message, fd: int | None) -> None:
@@ -105,7 +108,8 @@ class Machine:
         self.filled[catalog.digest] = first + pages
         for n in range(first, first + pages):
             name = catalog.digest[:1] + n.to_bytes(31, "little")
-            pool.commit(pool.reserve([name], b"", [None], n + 1))
+            self.tick += 1
+            pool.commit(pool.reserve([name], b"", [None], self.tick))
 
     def grow(self, catalog: Catalog, chunks: int) -> None:
         """Give a pool so many chunks, and pages in every slot of them."""
@@ -260,28 +264,80 @@ def test_a_copier_that_dies_while_it_unmaps_gives_its_memory_back(machines: list
     assert not machine.room.busy
 
 
-def test_a_pool_that_has_nothing_takes_from_one_that_has_more_than_its_share(
+def test_a_pool_that_has_nothing_takes_the_coldest_chunk_of_another(
     machines: list[Machine],
 ) -> None:
-    machine = make(machines, chunks=4)
+    machine = make(machines, chunks=2)
     old, rich = machine.pool()
-    machine.grow(old, 4)
+    machine.grow(old, 2)
     new, poor = machine.pool()
     assert machine.make_room(new) is None
     machine.answer()
-    machine.room.grow_ahead(old, rich, machine.sharers)
-    assert machine.told == [], "what it gave up is not its to take back"
     assert machine.make_room(new) is None, "what was given back is being pinned"
     machine.answer()
-    machine.fill(new, poor.free_slots)
-    assert machine.make_room(new) is True, "its own pages make room until more has come"
-    machine.answer()
-    machine.room.grow_ahead(new, poor, machine.sharers)
-    machine.answer()
-    assert (rich.capacity, poor.capacity) == (2 * LARGE.chunk_slots, 2 * LARGE.chunk_slots)
+    assert (rich.capacity, poor.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
     machine.fill(new, poor.free_slots)
     assert machine.make_room(new) is True
-    assert machine.told == [], "it has its share: only its own pages go now"
+    assert machine.told == [], "it has pages of its own to evict"
+
+
+def test_chunks_move_to_the_pool_that_evicts_from_the_one_with_older_pages(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=4)
+    old, idle = machine.pool()
+    machine.grow(old, 3)
+    new, active = machine.pool()
+    machine.grow(new, 1)
+    for turn in range(2):
+        assert machine.make_room(new) is True
+        machine.fill(new, active.free_slots)
+        machine.room.rebalance(now=10.0 * turn)
+        machine.answer()
+        machine.room.grow_ahead(old, idle, machine.sharers)
+        assert machine.told == [], "what it gave up is not its to take back"
+        assert machine.make_room(new, active.host.chunk_slots) is None
+        machine.answer()
+        machine.fill(new, active.free_slots)
+    assert (idle.capacity, active.capacity) == (LARGE.chunk_slots, 3 * LARGE.chunk_slots)
+
+
+def test_a_pool_that_evicts_its_own_oldest_pages_leaves_younger_ones_alone(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=2)
+    first, _ = machine.pool()
+    machine.grow(first, 1)
+    second, _ = machine.pool()
+    machine.grow(second, 1)
+    assert machine.make_room(first) is True  # its pages are the older ones
+    machine.room.rebalance(now=1.0)
+    assert machine.told == []
+
+
+def test_a_capped_pool_evicts_its_own_pages_at_its_cap() -> None:
+    machine = Machine(chunks=4, shares={"kv": 0.5})
+    catalog, pool = machine.pool()
+    machine.grow(catalog, 2)
+    assert machine.make_room(catalog) is True
+    assert pool.capacity == 2 * LARGE.chunk_slots
+    machine.close()
+
+
+def test_a_promise_to_a_pool_that_wants_nothing_any_more_runs_out(machines: list[Machine]) -> None:
+    machine = make(machines, chunks=2)
+    old, idle = machine.pool()
+    machine.grow(old, 1)
+    new, _ = machine.pool()
+    machine.grow(new, 1)
+    assert machine.make_room(new) is True
+    machine.room.rebalance(now=1.0)
+    machine.answer()
+    machine.room.grow_ahead(old, idle, machine.sharers)
+    assert machine.told == []
+    machine.room.rebalance(now=100.0)
+    machine.room.grow_ahead(old, idle, machine.sharers)
+    assert machine.told_to(AddChunk) == ["host:0"]
 
 
 def test_a_chunk_with_a_held_page_is_not_taken(machines: list[Machine]) -> None:

@@ -65,13 +65,21 @@ def serve(
             "Default: all GPUs; without one, `host`.",
         ),
     ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SHARE",
+            help="Cap what the pages of one pool may take of the memory, such as swa=20%. "
+            "Can be given for several. Default: no cap; pools share by use.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level. Flags win over it.",
+            "log-level, pool. Flags win over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -84,7 +92,8 @@ def serve(
     Prints one line that starts with "tierd ready" once engines can connect; the log goes to
     stderr. Tells systemd the same where the unit has Type=notify.
     """
-    flags = config.ServeOptions(socket_path, memory, memory_check, devices, log_level)
+    caps = tuple(pool) if pool else None
+    flags = config.ServeOptions(socket_path, memory, memory_check, devices, log_level, caps)
     options = flags.over(config.read_toml(config_file)) if config_file else flags
     settings = config.resolve(options, available=available_memory, visible_gpus=visible_gpus)
     log_to_stderr(settings.log_level)

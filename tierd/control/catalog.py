@@ -23,6 +23,10 @@ SPAN = 4096
 """Slots that are searched at a time for free ones."""
 
 
+CHUNKS_TRIED = 4
+"""The coldest chunks of a pool that are looked at for one that nobody uses right now."""
+
+
 class SlotRecords(Protocol):
     """Where the headers of a pool's slots are written."""
 
@@ -111,34 +115,35 @@ class PagePool:
         self._free += end - first
         self._count_free(first, end, 1)
 
-    def coldest_chunk(self, ordinals: Sequence[int]) -> int | None:
-        """The chunk whose pages, and all that follows them, may go; the least recent first."""
-        best: tuple[int, int] | None = None
-        for ordinal in ordinals:
+    def coldest_chunk(self, ordinals: Sequence[int]) -> tuple[int, int] | None:
+        """Of some chunks the one that was used least recently, of those whose pages and all that
+        follow them may go.
+
+        Returns: its last use (0 if it is empty) and its ordinal; None if there is none such.
+        """
+        ages = [(self.policy.recency(np.arange(*self._span(n))), n) for n in ordinals]
+        for age, ordinal in sorted(ages)[:CHUNKS_TRIED]:
             doomed = np.flatnonzero(self._doomed(ordinal))
-            if self._holds[doomed].any() or (self._state[doomed] == WRITING).any():
-                continue
-            recency = self.policy.recency(doomed)
-            if best is None or recency < best[0]:
-                best = (recency, ordinal)
-        return best[1] if best else None
+            if not self._holds[doomed].any() and not (self._state[doomed] == WRITING).any():
+                return age, ordinal
+        return None
 
     def remove_chunk(self, ordinal: int) -> int:
         """Evict every page of a chunk with all that follows them, and give its slots up.
 
         Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
         """
-        doomed = np.flatnonzero(self._doomed(ordinal) & (self._state == COMMITTED))
-        # Leaves first: a page is removed after everything that follows it.
+        doomed = self._doomed(ordinal) & (self._state == COMMITTED)
         evicted = 0
-        left = set(doomed.tolist())
         with self._dropping() as drop:
-            while left:
-                leaves = [slot for slot in left if self.policy.children[slot] == 0]
-                for slot in leaves:
+            for slot in np.flatnonzero(doomed).tolist():
+                # From each leaf upwards: a page goes after everything that follows it.
+                while slot != NO_PARENT and doomed[slot] and not self.policy.children[slot]:
+                    above = int(self.policy.parent[slot])
+                    doomed[slot] = False
                     drop(slot)
-                left.difference_update(leaves)
-                evicted += len(leaves)
+                    evicted += 1
+                    slot = above
         self.evictions += evicted
         first, end = self._span(ordinal)
         self._usable[first:end] = False

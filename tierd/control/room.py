@@ -1,13 +1,13 @@
 """Room for pages: which pool gets which chunk of the one budget, and which gives one back.
 
-A pool grows while the budget lasts and evicts once it does not. A pool that has less than its
-fair share takes chunks from one that has more, or from one that no engine uses now.
+A pool grows while the budget lasts and evicts once it does not. Chunks move to the pools that have
+to evict from those whose pages are older, so that no fixed ratio leaves one full and another empty.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ AHEAD_BYTES = 512 << 20
 """Free room that a pool in use is kept at, a shard, while the budget lasts: pinning takes longer
 than a burst of backups may wait."""
 
+PROMISE_S = 2.0
+NEVER_COLD = 1 << 62
+
 Tell = Callable[[Copier, messages.Message, "int | None"], None]
 
 
@@ -35,10 +38,14 @@ class RoomKeeper:
     Args:
         budget_bytes: What all chunks together may take.
         tell: Sends a message to a copier, with a descriptor beside it or None.
+        shares: By pool name, the share of the budget that pools of that name may take together.
     """
 
-    def __init__(self, budget_bytes: int, tell: Tell) -> None:
+    def __init__(
+        self, budget_bytes: int, tell: Tell, shares: Mapping[str, float] | None = None
+    ) -> None:
         self.store = ChunkStore(budget_bytes)
+        self._shares = shares or {}
         self._tell = tell
         self._rows: dict[int, ChunkRows] = {}
         self._pools: dict[int, PagePool] = {}
@@ -47,8 +54,10 @@ class RoomKeeper:
         # Chunks that copiers still have to unmap: chunk -> (itself, who).
         self._drops: dict[int, tuple[Chunk, set[str]]] = {}
         self._holders: dict[str, Copier] = {}
-        # The pool that a chunk was last taken from another for: the others leave it alone.
-        self._promised: int | None = None
+        # Pools that have evicted for want of room since the last look.
+        self._pressed: set[int] = set()
+        # The pool that a chunk was taken from another for, and how long the others leave it alone.
+        self._promise: tuple[int, float] | None = None
 
     @property
     def busy(self) -> bool:
@@ -102,15 +111,33 @@ class RoomKeeper:
         self._grow(catalog, pool, missing, sharers)
         if any(key[0] == id(pool) for key in self._claims):
             return None
-        if not self._drops:
-            # Its own pages make room until this has come.
-            self._take_from_another(pool)
         wanted = pool.free_slots + missing
         if missing <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
+            self._pressed.add(id(pool))
             pool.evict(missing)
         if pool.free_slots >= wanted:
             return True
-        return None if self._drops else False
+        # It has too little of its own: whoever has something gives.
+        return None if self._drops or self._take(pool, NEVER_COLD) else False
+
+    def rebalance(self, now: float) -> None:
+        """Let pools that have had to evict take chunks in which everything is older than in their
+        own: in the end the least recently used pages of all pools are the ones that go.
+
+        Call every now and then; one chunk moves at a time.
+        """
+        if self._promise is not None and self._promise[1] <= now:
+            self._promise = None
+        if self._drops or self._promise is not None:
+            return
+        pressed, self._pressed = self._pressed, set()
+        for pool in [self._pools[number] for number in pressed if number in self._pools]:
+            if pool.name in self._shares:
+                continue  # it has what it may have
+            mine = pool.coldest_chunk(self._usable_rows(pool))
+            if mine is not None and self._take(pool, mine[0]):
+                self._promise = (id(pool), now + PROMISE_S)
+                return
 
     def grow_ahead(
         self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
@@ -176,8 +203,8 @@ class RoomKeeper:
             return False
         for pool in catalog.pools.values():
             del self._rows[id(pool)], self._pools[id(pool)]
-            if self._promised == id(pool):
-                self._promised = None
+            if self._promise is not None and self._promise[0] == id(pool):
+                self._promise = None
         return True
 
     def close(self) -> None:
@@ -201,14 +228,30 @@ class RoomKeeper:
         sharers: Sequence[tuple[int, Copier]],
     ) -> None:
         """Claim chunks for so many more slots, less what is being pinned already."""
-        if self._promised not in (None, id(pool)):
+        if self._promise is not None and self._promise[0] != id(pool):
             return
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
-        while rows > 0 and self.store.fits(pool.host, catalog.world_size):
+        while rows > 0 and self._may_have(catalog, pool):
             self._claim(catalog, pool, sharers)
-            self._promised = None
+            self._promise = None
             rows -= 1
+
+    def _may_have(self, catalog: Catalog, pool: PagePool) -> bool:
+        """Is there a row of chunks for a pool, within the budget and within its cap?"""
+        if not self.store.fits(pool.host, catalog.world_size):
+            return False
+        if pool.name not in self._shares:
+            return True
+        namesakes = [p for p in self._pools.values() if p.name == pool.name]
+        taken = sum(
+            chunk.size
+            for p in namesakes
+            for row in self._rows[id(p)].rows.values()
+            for chunk in row
+        )
+        row = pool.host.chunk_bytes * catalog.world_size
+        return taken + row <= self._shares[pool.name] * self.store.budget_bytes
 
     def _claim(
         self, catalog: Catalog, pool: PagePool, sharers: Iterable[tuple[int, Copier]]
@@ -252,22 +295,20 @@ class RoomKeeper:
     def _dropping_bytes(self) -> int:
         return sum(chunk.size for chunk, _ in self._drops.values())
 
-    def _bytes(self, pool: PagePool) -> int:
-        return sum(chunk.size for row in self._rows[id(pool)].rows.values() for chunk in row)
+    def _usable_rows(self, pool: PagePool) -> list[int]:
+        return [n for n in self._rows[id(pool)].rows if (id(pool), n) not in self._claims]
 
-    def _take_from_another(self, pool: PagePool) -> None:
-        """Have another pool give up its coldest chunk, if it has more than it should and this
-        one less."""
-        fair = self.store.budget_bytes // max(1, len(self._pools))
-        if self._bytes(pool) >= fair:
-            return
-        others = [p for p in self._pools.values() if p is not pool and self._bytes(p) > fair]
-        for other in sorted(others, key=self._bytes, reverse=True):
-            rows = self._rows[id(other)].rows
-            ready = [o for o in rows if (id(other), o) not in self._claims]
-            ordinal = other.coldest_chunk(ready)
-            if ordinal is not None:
-                other.remove_chunk(ordinal)
-                self._drop_row(id(other), ordinal)
-                self._promised = id(pool)
-                return
+    def _take(self, pool: PagePool, colder_than: int) -> bool:
+        """Have another pool give up the coldest chunk of all, if it is colder than that."""
+        coldest: tuple[int, int, PagePool] | None = None
+        for other in self._pools.values():
+            found = other.coldest_chunk(self._usable_rows(other)) if other is not pool else None
+            if found is not None and found[0] < colder_than:
+                colder_than = found[0]
+                coldest = (*found, other)
+        if coldest is None:
+            return False
+        _, ordinal, other = coldest
+        other.remove_chunk(ordinal)
+        self._drop_row(id(other), ordinal)
+        return True

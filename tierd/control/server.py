@@ -77,7 +77,7 @@ class Control:
 
     def __init__(self, config: ServeConfig) -> None:
         self._started = time.monotonic()
-        self._state = State(Endpoint(config.socket), config.devices, config.memory_bytes)
+        self._state = State(Endpoint(config.socket), config)
         self._pidfd = os.pidfd_open(os.getpid())
         self._members = Members(self._state, self._pidfd)
         self._backups = BackupDesk(self._state)
@@ -371,3 +371,4 @@ class Control:
                 )
                 copier.kill()
         self._state.drop_private()
+        self._state.room.rebalance(now)

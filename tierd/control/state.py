@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from tierd.config import ServeConfig
 from tierd.control.backups import Writers
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier, Job
@@ -30,10 +31,10 @@ COUNTERS = (
 class State:
     """One daemon's state. Plain: whoever changes it says why in its own module."""
 
-    def __init__(self, endpoint: Endpoint, devices: Sequence[str], memory_bytes: int) -> None:
+    def __init__(self, endpoint: Endpoint, config: ServeConfig) -> None:
         self.endpoint = endpoint
-        self.copiers = {name: Copier(name) for name in devices}
-        self.room = RoomKeeper(memory_bytes, _tell)
+        self.copiers = {name: Copier(name) for name in config.devices}
+        self.room = RoomKeeper(config.memory_bytes, _tell, config.pool_shares)
         self.catalogs: dict[bytes, Catalog] = {}
         self.groups: dict[str, Group] = {}
         self.sessions: dict[int, Session] = {}

@@ -68,11 +68,13 @@ class ChainLru:
 
     def remove(self, slot: int) -> None:
         parent = int(self.parent[slot])
+        used = int(self._last_use[slot])
         self._present[slot] = False
+        self._last_use[slot] = _NEVER
         self.parent[slot] = NO_PARENT
         if parent != NO_PARENT:
             self.children[parent] -= 1
-            self._last_use[parent] = max(self._last_use[parent], self._last_use[slot])
+            self._last_use[parent] = max(int(self._last_use[parent]), used)
             if self.children[parent] == 0:
                 self._push(parent)
 

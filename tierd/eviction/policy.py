@@ -56,4 +56,4 @@ class EvictionPolicy(Protocol):
         """
 
     def recency(self, slots: Slots) -> int:
-        """The latest use among these slots."""
+        """The latest use among these slots; 0 if there is no page in them."""

@@ -72,6 +72,7 @@ class WindowLru:
 
     def remove(self, slot: int) -> None:
         self._present[slot] = False
+        self._last_use[slot] = _NEVER
 
     def evict(
         self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
