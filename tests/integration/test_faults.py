@@ -409,3 +409,25 @@ def test_after_a_reset_in_the_middle_of_everything_no_page_is_stale(
     assert engine.lookup("old", 4) == 0
     assert engine.back_up("new", 4)
     assert engine.restored("new", 4)
+
+
+def test_words_of_a_restore_are_not_used_again_before_control_has_given_its_verdict(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, verdict_timeout_s=0.3)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.copier_pid(), signal.SIGSTOP)
+    (first,) = engine.start_restore("a", 4)
+    eventually(lambda: daemon.status()["queue"]["restores"] == 1, "the copier is told")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    assert not first.finish(), "the client has ended the copier by itself"
+    awaited = engine.client._segment.awaited
+    generation = int(awaited[0])
+    (second,) = engine.start_restore("a", 4)
+    assert int(awaited[0]) == generation, "control will still write there"
+    os.kill(daemon.pid, signal.SIGCONT)
+    assert not second.finish()
+    back(daemon, engine)
+    for _ in range(9):
+        assert engine.restored("a", 4)
+    assert int(awaited[0]) != generation
