@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from tier_harness import (
     Daemon,
     Engine,
@@ -20,10 +21,12 @@ from tier_harness import (
     Shape,
     eventually,
     is_dead,
+    keys,
     mappings,
     running,
     shared_memory,
 )
+from tierd_client import PoolPages
 
 Engines = Callable[..., Engine]
 Ranks = Callable[..., RankProcess]
@@ -431,3 +434,24 @@ def test_words_of_a_restore_are_not_used_again_before_control_has_given_its_verd
     for _ in range(9):
         assert engine.restored("a", 4)
     assert int(awaited[0]) != generation
+
+
+def test_one_engine_that_floods_the_tier_does_not_hold_another_back(
+    daemon: Daemon, engines: Engines
+) -> None:
+    shapes = [Shape(page_tokens=1, pages=8, layers=1, row_bytes=8)]
+    flood = engines(daemon.socket, shapes, instance="flood")
+    quiet = engines(daemon.socket, shapes, instance="quiet")
+    assert flood.back_up("before", 1)
+    assert quiet.back_up("before", 1)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    for n in range(1000):  # seconds of work for control
+        names = b"".join(keys(f"flood {n}", 64))
+        last = flood.client.backup([PoolPages("kv", names, torch.zeros(64, dtype=torch.int64))])
+        flood.step()
+    seq = quiet.offer("quiet", 1)
+    quiet.step()
+    os.kill(daemon.pid, signal.SIGCONT)
+    assert quiet.settled(seq)
+    assert daemon.status()["queue"]["backups"] > 200, "it has not waited for all of the flood"
+    flood.settled(last)

@@ -95,16 +95,17 @@ class BackupDesk:
             raise error
 
     def decide(self, now: float) -> None:
-        """Decide what can be decided within one slice, over all groups."""
+        """Decide what can be decided within one slice: one backup of each group in turn."""
         until = time.monotonic() + SLICE_S
-        for group in list(self._state.groups.values()):
-            if group.sequencer is None or group.backups is None:
-                continue
+        turns: list[tuple[Group, Sequencer, Backups, dict[int, Batch]]] = []
+        for group in self._state.groups.values():
             group.waits_for_room = False
-            batches: dict[int, Batch] = {}
-            while time.monotonic() < until:
-                if not self._decide_next(group, group.sequencer, group.backups, batches, now):
-                    break
+            if group.sequencer is not None and group.backups is not None:
+                turns.append((group, group.sequencer, group.backups, {}))
+        left = turns
+        while left and time.monotonic() < until:
+            left = [turn for turn in left if self._decide_next(*turn, now)]
+        for group, _, _, batches in turns:
             for rank, batch in batches.items():
                 self._send_backup(group.sessions[rank], batch)
 
