@@ -291,3 +291,17 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_page_that_is_held_several_times_counts_once() -> None:
+    pool = make_pool(16, a=4)
+    slots = pool.prefix(chain("a", 4))
+    for _ in range(2):
+        pool.hold(slots[[0, 1, 1]])
+    pool.hold(slots[1:])
+    assert pool.held == 4
+    for _ in range(2):
+        pool.release(slots[[0, 1, 1]])
+    assert pool.held == 3
+    pool.release(slots[1:])
+    assert pool.held == 0

@@ -73,6 +73,8 @@ class PagePool:
         self._state: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._usable: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._holds: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._capacity = 0
+        self._held = 0
         self._free = 0
         # Free slots in each SPAN of them: a free slot is found without a look at every slot.
         self._free_in: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -85,7 +87,7 @@ class PagePool:
     @property
     def capacity(self) -> int:
         """Slots in chunks that the pool has now."""
-        return int(np.count_nonzero(self._usable))
+        return self._capacity
 
     @property
     def free_slots(self) -> int:
@@ -99,7 +101,7 @@ class PagePool:
     @property
     def held(self) -> int:
         """Pages under at least one lease or pin."""
-        return int(np.count_nonzero(self._holds))
+        return self._held
 
     def add_chunk(self, ordinal: int) -> None:
         """The slots of chunk `ordinal` may be used."""
@@ -112,6 +114,7 @@ class PagePool:
             self._keys.extend([b""] * more)
             self.policy.grow(end)
         self._usable[first:end] = True
+        self._capacity += end - first
         self._free += end - first
         self._count_free(first, end, 1)
 
@@ -147,6 +150,7 @@ class PagePool:
         self.evictions += evicted
         first, end = self._span(ordinal)
         self._usable[first:end] = False
+        self._capacity -= end - first
         self._free -= end - first
         self._count_free(first, end, -1)
         return evicted
@@ -231,10 +235,12 @@ class PagePool:
             self.policy.touch(np.array([slot], np.int64), 0)
 
     def hold(self, slots: Slots) -> None:
+        self._held += len(np.unique(slots[self._holds[slots] == 0]))
         self._holds[slots] += 1
 
     def release(self, slots: Slots) -> None:
         self._holds[slots] -= 1
+        self._held -= len(np.unique(slots[self._holds[slots] == 0]))
 
     def reserve(
         self, keys: Sequence[bytes], parent: bytes | None, known: Sequence[int | None], now: int
