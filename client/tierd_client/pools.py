@@ -17,13 +17,15 @@ class DeviceBuffer:
     """One layer's K, V, scale or state.
 
     Attributes:
-        tensor: Shape (token slots, ...): row i belongs to token slot i, any dtype. Rows must be
-            dense; they may stand apart.
+        tensor: Shape (rows, ...), any dtype: row i belongs to token slot i, or to page i. Rows must
+            be dense; they may stand apart.
         layer: The transfer layer it belongs to, from 0; a restore makes layers usable in order.
+        rows_are_pages: A row holds all tokens of a page, in an order of its own.
     """
 
     tensor: torch.Tensor
     layer: int
+    rows_are_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:
     Raises: RefusedError: rows that are not dense, or pages that are not.
     """
     specs = []
-    slots = set()
+    num_pages = []
     for number, (buffer, (allocation, offset)) in enumerate(zip(pool.buffers, places, strict=True)):
         tensor = buffer.tensor
+        page_rows = 1 if buffer.rows_are_pages else pool.page_tokens
         where = f"pool {pool.name!r}, buffer {number}"
         if tensor.dim() < 1 or not tensor[:1].is_contiguous():
             raise RefusedError(
@@ -79,26 +82,26 @@ def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:
             )
         row = tensor[:1].numel() * tensor.element_size()
         stride = tensor.stride(0) * tensor.element_size()
-        if pool.page_tokens > 1 and stride != row:
+        if page_rows > 1 and stride != row:
             raise RefusedError(
                 f"{where}: rows of {row} bytes stand {stride} bytes apart; pages of "
                 f"{pool.page_tokens} tokens need them side by side"
             )
-        slots.add(len(tensor))
+        num_pages.append(len(tensor) // page_rows)
         specs.append(
             BufferSpec(
                 allocation=allocation,
                 offset=offset,
-                page_stride=stride * pool.page_tokens,
-                row_bytes=row * pool.page_tokens,
+                page_stride=stride * page_rows,
+                row_bytes=row * page_rows,
                 layer=buffer.layer,
             )
         )
-    if len(slots) != 1:
-        raise RefusedError(f"pool {pool.name!r}: its buffers have {sorted(slots)} token slots")
+    if len(set(num_pages)) != 1:
+        raise RefusedError(f"pool {pool.name!r}: its buffers have {sorted(set(num_pages))} pages")
     return PoolSpec(
         name=pool.name,
-        num_pages=slots.pop() // pool.page_tokens,
+        num_pages=num_pages[0],
         page_tokens=pool.page_tokens,
         window=pool.window,
         buffers=specs,

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 from sglang_harness import Daemon, write_model
-from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape, load_sglang
+from tierd_client.sglang.cpu_engine import CpuEngine
+from tierd_client.sglang.cpu_pools import EngineShape
+from tierd_client.sglang.cpu_sglang import load_sglang
+
+DEFAULT_OPERATIONS = 250
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-sglang",
         action="store_true",
         help="fail, rather than skip, where SGLang cannot be imported",
+    )
+    parser.addoption(
+        "--operations",
+        type=int,
+        default=DEFAULT_OPERATIONS,
+        help="random operations on each kind of engine",
     )
 
 
@@ -29,6 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed"))
+
+
+@pytest.fixture
+def operations(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("--operations", default=DEFAULT_OPERATIONS))
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape, Running, load_sglang
+from tierd_client.sglang.cpu_engine import CpuEngine, Running
+from tierd_client.sglang.cpu_pools import EngineShape
+from tierd_client.sglang.cpu_sglang import load_sglang
 
 from tierd.wire.errors import RefusedError
 

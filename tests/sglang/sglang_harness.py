@@ -20,11 +20,12 @@ DEADLINE_S = 60.0
 
 
 class Daemon:
-    """`tierd serve` on the host backend, two devices."""
+    """`tierd serve` on the host backend."""
 
-    def __init__(self, directory: Path, memory: str = "256MiB") -> None:
+    def __init__(self, directory: Path, memory: str = "256MiB", devices: int = 2) -> None:
         self.socket = directory / "tierd.sock"
         self._memory = memory
+        self._devices = f"host:{devices}"
         self._log = directory / "daemon.log"
         self._process: subprocess.Popen[str] | None = None
 
@@ -34,7 +35,7 @@ class Daemon:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tierd", "serve", "--socket", str(self.socket)),
-                    *("--devices", "host:2", "--memory", self._memory, "--no-memory-check"),
+                    *("--devices", self._devices, "--memory", self._memory, "--no-memory-check"),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tierd_client.sglang.cpu_engine import load_sglang
+from sglang_pools import (
+    four_bits,
+    hybrid_linear,
+    latent,
+    parameters,
+    plain,
+    recurrent_requests,
+    sliding_window,
+    walk,
+)
+from tierd_client.sglang.cpu_sglang import load_sglang
 
 from tierd.wire.errors import ConfigError, RefusedError
 
 pytestmark = pytest.mark.sglang
-
-SIZES = {"size": 64, "page_size": 4, "device": "cpu", "enable_memory_saver": False}
-HEADS = {"head_num": 2, "head_dim": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -23,65 +29,10 @@ def sglang() -> None:
     load_sglang()
 
 
-def plain(**changes: Any) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    settings = {**SIZES, **HEADS, "layer_num": 2, "dtype": torch.bfloat16}
-    return MHATokenToKVPool(**{**settings, **changes})
-
-
-def sliding_window() -> Any:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    return SWAKVPool(
-        size=64,
-        size_swa=64,
-        page_size=4,
-        dtype=torch.bfloat16,
-        swa_attention_layer_ids=[0],
-        full_attention_layer_ids=[1],
-        device="cpu",
-        **HEADS,
-    )
-
-
-def latent() -> Any:
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    return MLATokenToKVPool(
-        **SIZES, dtype=torch.bfloat16, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=2
-    )
-
-
-def hybrid_linear() -> Any:
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
-    return HybridLinearKVPool(
-        **SIZES,
-        **HEADS,
-        dtype=torch.bfloat16,
-        full_attention_layer_ids=[1],
-        mamba_pool=None,
-    )
-
-
-def fp4() -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolFP4
-
-    return MHATokenToKVPoolFP4(**SIZES, **HEADS, layer_num=2, dtype=torch.bfloat16)
-
-
 def without_kv() -> Any:
     from sglang.srt.mem_cache.memory_pool import NoOpMHATokenToKVPool
 
-    return NoOpMHATokenToKVPool(**SIZES, **HEADS, layer_num=2, dtype=torch.bfloat16)
-
-
-def heads_first() -> Any:
-    from sglang.srt.environ import envs
-
-    with envs.SGLANG_USE_HND_KVCACHE.override(True):
-        return plain()
+    return plain(NoOpMHATokenToKVPool)
 
 
 def vectorized() -> Any:
@@ -90,23 +41,64 @@ def vectorized() -> Any:
     return pool
 
 
+def of_a_subclass() -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    class PaddedPool(MHATokenToKVPool):  # type: ignore[misc]
+        """Somebody's pool, which may keep anything beside K and V."""
+
+    return plain(PaddedPool)
+
+
+def quantized_anyhow() -> Any:
+    pool = plain()
+    pool.quant_method = object()
+    return pool
+
+
+def four_bits_with_heads_first() -> Any:
+    pool = four_bits()
+    pool.use_hnd = True
+    return pool
+
+
+def other_pages() -> Any:
+    return plain(page_size=8)
+
+
+def windows_that_requests_keep() -> Any:
+    pool = sliding_window()
+    pool.swa_req_ring_size = 128
+    return pool
+
+
+def windows_alone() -> Any:
+    return sliding_window(swa_attention_layer_ids=[0, 1], full_attention_layer_ids=[])
+
+
+def strange_windows() -> Any:
+    pool = sliding_window()
+    pool.swa_kv_pool = without_kv()
+    return pool
+
+
 POOLS: list[tuple[Callable[[], Any], str]] = [
-    (sliding_window, "SWAKVPool: sliding-window layers"),
-    (latent, "MLATokenToKVPool: tierd does not carry MLA"),
-    (hybrid_linear, "HybridLinearKVPool: tierd does not carry Mamba"),
-    (fp4, "scales of FP4"),
-    (without_kv, "holds no KV"),
-    (heads_first, "SGLANG_USE_HND_KVCACHE"),
+    (without_kv, "NoOpMHATokenToKVPool: it holds no KV"),
     (vectorized, "vectorized_5d"),
+    (of_a_subclass, "PaddedPool: tierd does not know"),
+    (quantized_anyhow, "quantized by object"),
+    (four_bits_with_heads_first, "SGLANG_USE_HND_KVCACHE"),
+    (other_pages, "pages of 8 tokens and the tree of 4"),
+    (windows_that_requests_keep, "belongs to requests"),
+    (windows_alone, "tierd needs one with full attention"),
+    (strange_windows, "NoOpMHATokenToKVPool"),
 ]
 
 
 @pytest.mark.parametrize(("build", "reason"), POOLS, ids=[p[0].__name__ for p in POOLS])
-def test_pools_that_are_not_plain_are_refused(build: Callable[[], Any], reason: str) -> None:
-    from tierd_client.sglang.pools import kv_pool
-
+def test_pools_that_tierd_does_not_know_are_refused(build: Callable[[], Any], reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
-        kv_pool(build(), 4)
+        walk(build())
 
 
 @pytest.mark.parametrize(
@@ -114,42 +106,71 @@ def test_pools_that_are_not_plain_are_refused(build: Callable[[], Any], reason: 
     [
         ("post_capture_active", True, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ("enable_custom_mem_pool", True, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
-        ("k_scale_buffer", [torch.ones(1)], "scales beside"),
         ("layer_shard_enabled", True, "by layer"),
         ("host_transfer_translate", lambda indices: indices, "--enable-unified-memory"),
     ],
 )
-def test_pools_with_something_beside_their_rows_are_refused(
-    attribute: str, value: Any, reason: str
-) -> None:
-    from tierd_client.sglang.pools import kv_pool
+def test_memory_that_cannot_be_shared_is_refused(attribute: str, value: Any, reason: str) -> None:
+    for pool in (plain(), latent()):
+        setattr(pool, attribute, value)  # what these modes set, and a CPU cannot build
+        with pytest.raises(RefusedError, match=reason):
+            walk(pool)
 
-    pool = plain()
-    setattr(pool, attribute, value)  # what these modes set, and a CPU cannot build
+
+STATES: list[tuple[str, Any, str]] = [
+    ("mamba_ckpt_pool", object(), "--enable-int8-mamba-checkpoint"),
+    ("mamba_pool._slot_siblings", [object()], "side states"),
+    ("mamba_pool.enable_linear_replayssm", True, "--enable-linear-replayssm"),
+    ("mamba_pool.enable_custom_mem_pool", True, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
+]
+
+
+@pytest.mark.parametrize(("attribute", "value", "reason"), STATES, ids=[s[2] for s in STATES])
+def test_what_is_kept_beside_states_is_refused(attribute: str, value: Any, reason: str) -> None:
+    requests = recurrent_requests()
+    *path, last = attribute.split(".")
+    owner = requests
+    for name in path:
+        owner = getattr(owner, name)
+    setattr(owner, last, value)
     with pytest.raises(RefusedError, match=reason):
-        kv_pool(pool, 4)
+        walk(hybrid_linear(requests), requests)
 
 
-def test_fp8_without_scales_is_served() -> None:
-    from tierd_client.sglang.pools import kv_pool
+def test_components_that_do_not_fit_the_pool_are_refused() -> None:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-    pool = kv_pool(plain(dtype=torch.float8_e4m3fn), 4)
-    assert {buffer.tensor.element_size() for buffer in pool.buffers} == {1}
+    everything = {ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA}
+    for pool, components in (
+        (plain(), {ComponentType.FULL, ComponentType.SWA}),
+        (plain(), {ComponentType.FULL, ComponentType.MAMBA}),
+        (sliding_window(), {ComponentType.FULL}),
+        (hybrid_linear(recurrent_requests()), everything),
+    ):
+        with pytest.raises(RefusedError, match=r"components .* over a"):
+            walk(pool, components=components)
 
 
-def test_a_plain_pool_is_all_keys_then_all_values() -> None:
-    from tierd_client.sglang.pools import kv_pool
+def test_windows_that_are_computed_again_are_refused() -> None:
+    with pytest.raises(RefusedError, match="--enable-decoder-swa-bounded-replay"):
+        walk(sliding_window(), decoder_swa_bounded_replay=True)
+    with pytest.raises(RefusedError, match="--enable-decoder-swa-bounded-replay"):
+        walk(sliding_window(), swa_gates_prefix_match=False)
 
-    kvcache = plain(v_head_dim=16)
-    pool = kv_pool(kvcache, 4)
-    assert [buffer.layer for buffer in pool.buffers] == [0, 1, 0, 1]
-    assert pool.buffers[1].tensor is kvcache.k_buffer[1]
-    assert pool.buffers[2].tensor is kvcache.v_buffer[0]
+
+def test_drafts_that_tierd_does_not_know_are_refused() -> None:
+    with pytest.raises(RefusedError, match=r"draft model's KV: .*NoOpMHATokenToKVPool"):
+        walk(plain(), sidecar_draft_device_pools=(without_kv(),))
+    with pytest.raises(RefusedError, match="32 token slots and the target's 64"):
+        walk(plain(), mtp_draft_device_pools=(plain(size=32),))
+    with pytest.raises(RefusedError, match="Mamba states of a draft"):
+        walk(plain(), mtp_draft_mamba_pools=(object(),))
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
     ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+    ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
     ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ({"enable_memory_saver": True}, "--enable-memory-saver"),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
@@ -160,7 +181,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), ARGUMENTS, ids=[next(iter(a[0])) for a in ARGUMENTS])
+@pytest.mark.parametrize(("change", "reason"), ARGUMENTS, ids=[str(a[0]) for a in ARGUMENTS])
 def test_arguments_that_tierd_does_not_serve_are_refused(
     tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
@@ -174,8 +195,6 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"pp_size": 2}, "--pp-size"),
     ({"attn_cp_size": 2}, "--attn-cp-size"),
     ({"is_eagle": True}, "--speculative-algorithm"),
-    ({"mtp_draft_device_pools": (object(),)}, "--speculative-algorithm"),
-    ({"sidecar_draft_device_pools": (object(),)}, "--speculative-algorithm"),
 ]
 
 
@@ -187,13 +206,6 @@ def test_a_tree_that_tierd_does_not_serve_is_refused(
 ) -> None:
     with pytest.raises(RefusedError, match=reason):
         link(tmp_path, **change)
-
-
-def test_components_beside_full_attention_are_refused(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-    with pytest.raises(RefusedError, match="the tree has SWA"):
-        link(tmp_path, components={ComponentType.FULL, ComponentType.SWA})
 
 
 def test_every_reason_is_given_at_once(tmp_path: Path) -> None:
@@ -215,7 +227,7 @@ def test_sglang_finds_the_linker_by_the_names_in_its_flag(tmp_path: Path) -> Non
 
     linker = create_unified_cache_linker(
         None,
-        parameters(),
+        parameters(plain()),
         backend="dynamic",
         config={
             "linker": "TierdLinker",
@@ -232,7 +244,6 @@ def link(
     tmp_path: Path,
     server_args: Any = None,
     *,
-    components: set[Any] | None = None,
     extra_config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> None:
@@ -242,22 +253,7 @@ def link(
 
     TierdLinker(
         server_args,
-        parameters(**changes),
-        components=components or {ComponentType.FULL},
+        parameters(plain(), **changes),
+        components={ComponentType.FULL},
         extra_config=extra_config or {"socket": str(tmp_path / "tierd.sock")},
     ).close()
-
-
-def parameters(**changes: Any) -> Any:
-    """SGLang's `CacheInitParams` of a tree over a plain pool."""
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.bfloat16, "cpu", plain(), False)
-    return CacheInitParams(
-        disable=False,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=allocator,
-        page_size=4,
-        **changes,
-    )

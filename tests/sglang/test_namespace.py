@@ -28,6 +28,8 @@ class Arguments:
     weight_cache_mode: str = "off"
     quantization_param_path: str | None = None
     custom_weight_loader: list[str] = field(default_factory=list)
+    speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
 
 
 @dataclass
@@ -58,7 +60,7 @@ def write_weights(directory: Path, weights: bytes, age_s: float) -> None:
 
 
 def name(arguments: Arguments | None, instance: str = "one", **changes: Any) -> dict[str, str]:
-    settings = {"kv_dtype": "torch.bfloat16", "page_tokens": 64, "started_s": time.time() - 60}
+    settings = {"formats": {"kv": "MHA torch.bfloat16 nhd"}, "started_s": time.time() - 60}
     return namespace(arguments, instance=instance, **{**settings, **changes})
 
 
@@ -111,8 +113,22 @@ def test_what_changes_the_kv_changes_the_namespace(model: Path, change: dict[str
 
 def test_pools_that_differ_do_not_share(model: Path) -> None:
     ours = name(Arguments(str(model)))
-    assert name(Arguments(str(model)), page_tokens=1) != ours
-    assert name(Arguments(str(model)), kv_dtype="torch.float8_e4m3fn") != ours
+    assert name(Arguments(str(model)), formats={"kv": "MHA torch.bfloat16 hnd"}) != ours
+    assert name(Arguments(str(model)), formats={"kv": "MHA torch.float8_e4m3fn nhd"}) != ours
+
+
+def test_a_draft_model_counts_with_its_files(model: Path, tmp_path: Path) -> None:
+    draft = checkpoint(tmp_path / "draft")
+    arguments = Arguments(
+        str(model), speculative_algorithm="EAGLE3", speculative_draft_model_path=str(draft)
+    )
+    before = name(arguments)
+    assert before != name(Arguments(str(model)))
+    write_weights(draft, b"WEIGHTS", age_s=1800)
+    after = name(arguments)
+    assert before["files"] == after["files"]
+    assert before["draft"] != after["draft"]
+    assert "private" not in after
 
 
 def test_the_seed_of_dummy_weights_counts_and_no_other(model: Path) -> None:
@@ -155,6 +171,7 @@ def test_adapters_count_in_every_form_of_the_flag(model: Path, tmp_path: Path) -
         ({"custom_weight_loader": ["my.loader"]}, "weights from elsewhere"),
         ({"quantization_param_path": "/nowhere/scales.json"}, "cannot be read"),
         ({"lora_paths": [Adapter("a", "/nowhere/adapter")]}, "no files of adapter a"),
+        ({"speculative_draft_model_path": "/nowhere/draft"}, "no files of the draft model"),
     ],
 )
 def test_weights_that_files_cannot_vouch_for_are_private(
@@ -196,7 +213,7 @@ def test_a_process_knows_when_it_began() -> None:
 
 @pytest.mark.sglang
 def test_sglang_still_has_every_field_that_is_looked_at() -> None:
-    from tierd_client.sglang.cpu_engine import stand_in_for_torchvision
+    from tierd_client.sglang.cpu_sglang import stand_in_for_torchvision
 
     stand_in_for_torchvision()
     from sglang.srt.server_args import ServerArgs

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from sglang_harness import Daemon, prompt, until, write_model
-from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape, load_sglang
+from tierd_client.sglang.cpu_engine import CpuEngine
+from tierd_client.sglang.cpu_pools import EngineShape
+from tierd_client.sglang.cpu_sglang import load_sglang
 
 pytestmark = pytest.mark.sglang
 Open = Callable[..., CpuEngine]
@@ -125,7 +127,7 @@ def test_a_request_that_goes_away_before_its_load_starts_costs_nothing(
     assert len(slots) == 128
     engine.tree.linker.release_request("gone")
     assert engine.tree.ready_to_load_host_cache() == -1
-    engine.allocator.free(slots)
+    engine.pools.allocator.free(slots)
     engine.tree.unlock(running.req.lock)
     assert engine.serve("stays", [*tokens, 1]).loaded == 128
     assert daemon.pages_copied[1] == 128 // 4

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from sglang_harness import Daemon, prompt
 from tierd_client.sglang import weights
-from tierd_client.sglang.cpu_engine import CpuEngine, load_sglang
+from tierd_client.sglang.cpu_engine import CpuEngine
+from tierd_client.sglang.cpu_sglang import load_sglang
 
 from tierd.wire.errors import RefusedError
 

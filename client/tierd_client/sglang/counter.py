@@ -13,7 +13,8 @@ class RestoreCounter:
     of a linker).
 
     Attributes:
-        num_layers: Layers of the pool; a full CUDA-graph replay waits for `num_layers - 1`.
+        num_layers: Layers of this rank, of whichever kind; a full CUDA-graph replay waits for
+            `num_layers - 1`.
         consumer_index: The restore that the current forward pass reads; -1 is none.
     """
 

@@ -1,44 +1,23 @@
-"""SGLang's own tree, wrapper, allocators and KV pool on the CPU, driven as its scheduler does.
+"""SGLang's own tree, wrapper, allocators and KV pools on the CPU, driven as its scheduler does.
 
-For the demo and the tests. Only the model is missing: the KV of a token is a fixed function of
-the tokens up to it, of the layer and of the weights' version, so that every byte that comes back
-from the tier can be checked, and one from another place or another context is wrong.
+For the demo and the tests. Only the model is missing: see `cpu_pools` for what takes its place.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.machinery
-import importlib.util
-import os
-import sys
 import time
-import types
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-U8 = npt.NDArray[np.uint8]
-U64 = npt.NDArray[np.uint64]
+from tierd_client.sglang.cpu_pools import CpuPools, EngineShape, chain_states
+from tierd_client.sglang.cpu_sglang import load_sglang
 
-
-@dataclass(frozen=True)
-class EngineShape:
-    """Sizes of an engine. `core`: SGLang's tree core, "python" or "rust". `pool_tokens` is a
-    multiple of `page_tokens`."""
-
-    page_tokens: int = 4
-    pool_tokens: int = 256
-    layers: int = 4
-    heads: int = 2
-    head_dim: int = 8
-    core: str = "python"
+_DEFAULT_SHAPE = EngineShape()
 
 
 @dataclass(eq=False)
@@ -77,7 +56,7 @@ class CpuEngine:
     def __init__(
         self,
         socket: str,
-        shape: EngineShape = EngineShape(),
+        shape: EngineShape = _DEFAULT_SHAPE,
         *,
         server_args: Any = None,
         group: Any | None = None,
@@ -90,45 +69,34 @@ class CpuEngine:
         self._stack = ExitStack()
         self._stack.enter_context(
             sg.get_context().override_server_args(
-                enable_unified_cache_external_linker=True, page_size=shape.page_tokens
+                enable_unified_cache_external_linker=True,
+                page_size=shape.page_tokens,
+                _mamba_cache_chunk_size=64,
             )
         )
         try:
-            self.requests = sg.ReqToTokenPool(
-                size=16,
-                max_context_len=shape.pool_tokens + shape.page_tokens,
-                device="cpu",
-                enable_memory_saver=False,
-            )
-            self.kv = sg.MHATokenToKVPool(
-                size=shape.pool_tokens,
-                page_size=shape.page_tokens,
-                dtype=torch.bfloat16,
-                head_num=shape.heads,
-                head_dim=shape.head_dim,
-                layer_num=shape.layers,
-                device="cpu",
-                enable_memory_saver=False,
-            )
-            self.allocator = _allocator(sg, shape, self.kv)
-            components = (sg.ComponentType.FULL,)
+            self.pools = CpuPools(sg, shape)
             params = sg.CacheInitParams(
                 disable=False,
-                req_to_token_pool=self.requests,
-                token_to_kv_pool_allocator=self.allocator,
+                req_to_token_pool=self.pools.requests,
+                token_to_kv_pool_allocator=self.pools.allocator,
                 page_size=shape.page_tokens,
-                tree_components=components,
+                sliding_window_size=shape.window or None,
+                tree_components=self.pools.components,
                 tree_core_backend=shape.core,
                 tp_cache_group=group,
                 attn_tp_cache_group=group,
             )
             self.tree = sg.UnifiedRadixCache(params)
             self.linker = TierdLinker(
-                server_args, params, components=set(components), extra_config={"socket": socket}
+                server_args,
+                params,
+                components=set(self.pools.components),
+                extra_config={"socket": socket},
             )
             self._stack.callback(self.linker.close)
             self.tree.init_cache_linker(self.linker)
-            self.kv.register_layer_transfer_counter(self.tree.linker.layer_done_counter)
+            self.pools.kv.register_layer_transfer_counter(self.tree.linker.layer_done_counter)
         except BaseException:
             self._stack.close()
             raise
@@ -182,12 +150,26 @@ class CpuEngine:
             if chunk_end == end:
                 return
             self._sg.checkpoint_kv_cache(running.req, self.tree)
+            self.step()
 
     def prefill(self, rid: str, tokens: Sequence[int]) -> Running:
         """`admit` and `forward`."""
         running = self.admit(rid, tokens)
         self.forward(running)
         return running
+
+    def decode(self, running: Running, tokens: Sequence[int]) -> None:
+        """Go on with these tokens as the request's output, a page at a time; what slides out of
+        its windows is freed."""
+        for at in range(0, len(tokens), self.shape.page_tokens):
+            piece = tokens[at : at + self.shape.page_tokens]
+            req = running.req
+            req.prefix_len = req.extend_end
+            if self.shape.window:
+                self.tree.evict_sliding_windows(req, req.prefix_len)
+            req.output_ids.extend(piece)
+            running.tokens = [*running.tokens, *piece]
+            self._run_batch({running: len(running.tokens)})
 
     def finish(self, running: Running) -> None:
         """End a request: its KV goes to the tree, which offers new nodes to the linker."""
@@ -220,24 +202,39 @@ class CpuEngine:
             time.sleep(0.001)
             self.step()
 
-    def evict(self, tokens: int = 1 << 30) -> int:
-        """Evict from the device's part of the tree. Returns: tokens evicted."""
-        return int(self.tree.evict(self._sg.EvictParams(num_tokens=tokens)).num_tokens_evicted)
+    def evict(self, tokens: int = 1 << 30, *, window_tokens: int = 0, states: int = 0) -> int:
+        """Evict from the device's part of the tree: of full attention, of sliding windows, and
+        states. Returns: tokens evicted."""
+        amounts = self._sg.EvictParams(
+            num_tokens=tokens, swa_num_tokens=window_tokens, mamba_num=states
+        )
+        return int(self.tree.evict(amounts).num_tokens_evicted)
 
     def flush_cache(self) -> None:
         """SGLang's /flush_cache: empty the tree and the pools."""
         self.tree.reset()
-        self.allocator.clear()
-        self.requests.clear()
+        self.pools.allocator.clear()
+        self.pools.requests.clear()
 
     @property
     def free_tokens(self) -> int:
-        return int(self.allocator.available_size())
+        return self.pools.free_tokens
 
     @property
     def locked_tokens(self) -> int:
         """Tokens that cannot be evicted, by running requests or by pending offloads."""
         return int(self.tree.full_protected_size())
+
+    def unaccounted(self) -> dict[str, int]:
+        """Of each pool, slots that are neither free nor the tree's. Between requests there are
+        none."""
+        held = {
+            "full": self.tree.full_evictable_size() + self.tree.full_protected_size(),
+            "swa": self.tree.swa_evictable_size() + self.tree.swa_protected_size(),
+            "state": self.tree.mamba_evictable_size() + self.tree.mamba_protected_size(),
+        }
+        free = self.pools.free()
+        return {name: total - free[name] - held[name] for name, total in self.pools.total().items()}
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -246,16 +243,23 @@ class CpuEngine:
         sampling.normalize(None)
         return self._sg.Req(rid, "", array("q", tokens), sampling)
 
-    def _allocate(self, count: int) -> torch.Tensor:
-        """Token slots for `count` tokens, from whole pages. Shape: (count,), int64."""
-        page = self.shape.page_tokens
-        whole = -(-count // page) * page
-        if (short := whole - self.free_tokens) > 0:
-            self.evict(short)
-        slots = self.allocator.alloc(whole)
+    def _allocate(self, tokens: int) -> torch.Tensor:
+        """Token slots of whole pages. Shape: (tokens,), int64."""
+        slots = self._evict_and_allocate(tokens)
         if slots is None:
-            raise MemoryError(f"{whole} tokens do not fit into {self.free_tokens} free ones")
-        return slots[:count].to(torch.int64)
+            self.drain()  # what is being backed up cannot be evicted
+            slots = self._evict_and_allocate(tokens)
+        if slots is None:
+            raise MemoryError(f"{tokens} tokens do not fit into {self.free_tokens} free ones")
+        return slots
+
+    def _evict_and_allocate(self, tokens: int) -> torch.Tensor | None:
+        free = self.pools.free()
+        short = max(0, tokens - free["full"])
+        short_windows = max(0, tokens - free.get("swa", tokens))
+        if short or short_windows:
+            self.evict(short, window_tokens=short_windows)
+        return self.pools.allocate(tokens)
 
     def _run_batch(self, ends: Mapping[Running, int]) -> None:
         """One forward pass that brings each request to its end."""
@@ -263,6 +267,8 @@ class CpuEngine:
         for running, end in ends.items():
             self._prepare(running.req, end)
         self.linker.layer_done_counter.set_consumer(restore)
+        for running in ends:
+            self.pools.start_states(running.req.kv)
         outcomes = [self._compute(running, end) for running, end in ends.items()]
         failed = self.tree.finish_external_linker_loads([running.req for running in ends])
         for running, (checked, wrong) in zip(ends, outcomes, strict=True):
@@ -275,135 +281,47 @@ class CpuEngine:
         """Fill the request's row of token slots, with those of reused KV and with new ones."""
         start = req.prefix_len
         if req.kv.req_pool_idx is None:
-            self.requests.alloc([req])
+            if self.shape.states and not req.kv.holds_mamba and not self.pools.free()["state"]:
+                self.evict(0, states=1)
+            self.pools.requests.alloc([req])
             reused = self.tree.prefix_device_indices(req)
-            row = self.requests.req_to_token[req.kv.req_pool_idx]
+            row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
             row[:start] = reused.to(row.dtype)
-        row = self.requests.req_to_token[req.kv.req_pool_idx]
-        row[start:end] = self._allocate(end - start).to(row.dtype)
+        row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
+        page = self.shape.page_tokens
+        # The rest of a page that has been begun is this request's already.
+        begun = min(-start % page, end - start)
+        if begun:
+            row[start : start + begun] = row[start - 1] + torch.arange(1, begun + 1)
+        fresh = end - start - begun
+        if fresh:
+            slots = self._allocate(-(-fresh // page) * page)
+            row[start + begun : end] = slots[:fresh].to(row.dtype)
         req.extend_end = end
         req.kv.kv_committed_len = req.kv.kv_allocated_len = end
 
     def _compute(self, running: Running, end: int) -> tuple[int, int]:
-        """Read the KV of everything before, write that of the new tokens.
+        """Read what each layer needs of the tokens before, write that of the new ones.
 
         Returns: the bytes read, and those among them that were wrong.
         """
         start = running.req.prefix_len
-        row = self.requests.req_to_token[running.req.kv.req_pool_idx]
-        slots = row[:end].to(torch.int64).numpy()
-        states = chain_states(running.tokens[:end], self.weights_version)
+        row = self.pools.requests.req_to_token[running.req.kv.req_pool_idx]
+        slots = row[:end].to(torch.int64)
+        chain = chain_states(running.tokens[:end], self.weights_version)
         checked = wrong = 0
         for layer in range(self.shape.layers):
-            # The pool's accessors wait for the layer, as a model's attention makes them do.
-            for side, buffer in enumerate(self.kv.get_kv_buffer(layer)):
-                rows = buffer.view(torch.uint8).reshape(len(buffer), -1).numpy()
-                want = token_rows(states, 2 * layer + side, rows.shape[1])
-                found = rows[slots[:start]]
-                if not np.array_equal(found, want[:start]):
-                    wrong += int(np.count_nonzero(found != want[:start]))
-                checked += found.size
-                rows[slots[start:]] = want[start:]
+            role = self.shape.role(layer)
+            for rows in self.pools.tensors(layer):
+                if role == "state":
+                    slot = running.req.kv.mamba_pool_idx.reshape(1).to(torch.int64)
+                    differing, size = rows.compare(slot[: min(start, 1)], chain[start - 1 : start])
+                    rows.write(slot, chain[-1:])
+                else:
+                    first = max(0, start - self.shape.window) if role == "swa" else 0
+                    own = self.pools.slots_in(role, slots)
+                    differing, size = rows.compare(own[first:start], chain[first:start])
+                    rows.write(own[start:], chain[start:])
+                checked += size
+                wrong += differing
         return checked, wrong
-
-
-def chain_states(tokens: Sequence[int], weights_version: int) -> U64:
-    """A number for each token that depends on all tokens up to it. Shape: (len(tokens),)."""
-
-    def chain() -> Iterator[int]:
-        state = weights_version + 1
-        for token in tokens:
-            state = ((state ^ token) * 0x9E3779B97F4A7C15 + 1) & 0xFFFFFFFFFFFFFFFF
-            state ^= state >> 29
-            yield state
-
-    return np.fromiter(chain(), np.uint64, len(tokens))
-
-
-def token_rows(states: U64, buffer: int, row_bytes: int) -> U8:
-    """The KV that a buffer must hold for these tokens.
-
-    Args:
-        row_bytes: Bytes of a token's row, a multiple of 8.
-
-    Shape: (len(states), row_bytes).
-    """
-    words = np.arange(1, row_bytes // 8 + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (states + np.uint64(buffer))[:, None] * (words | np.uint64(1))
-    mixed ^= mixed >> np.uint64(31)
-    rows: U8 = mixed.view(np.uint8)
-    return rows
-
-
-def _allocator(sg: types.SimpleNamespace, shape: EngineShape, kv: Any) -> Any:
-    if shape.page_tokens == 1:
-        return sg.TokenToKVPoolAllocator(shape.pool_tokens, torch.bfloat16, "cpu", kv, False)
-    return sg.PagedTokenToKVPoolAllocator(
-        shape.pool_tokens, shape.page_tokens, torch.bfloat16, "cpu", kv, False
-    )
-
-
-@functools.cache
-def load_sglang() -> types.SimpleNamespace:
-    """What the engine needs of SGLang 0.5.23.
-
-    Raises: ModuleNotFoundError: SGLang, or one of the packages that its cache imports, is missing.
-    """
-    # Take the Rust core that the wheel brings, rather than try to build one.
-    os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")
-    stand_in_for_torchvision()
-    names = {
-        "sglang.srt.managers.schedule_batch": ("FINISH_LENGTH", "Req"),
-        "sglang.srt.mem_cache.allocator": (
-            "PagedTokenToKVPoolAllocator",
-            "TokenToKVPoolAllocator",
-        ),
-        "sglang.srt.mem_cache.base_prefix_cache": ("EvictParams", "InitLoadBackParams"),
-        "sglang.srt.mem_cache.cache_init_params": ("CacheInitParams",),
-        "sglang.srt.mem_cache.common": ("checkpoint_kv_cache", "release_kv_cache"),
-        "sglang.srt.mem_cache.memory_pool": ("MHATokenToKVPool", "ReqToTokenPool"),
-        "sglang.srt.mem_cache.unified_cache.component_type": ("ComponentType",),
-        "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache",),
-        "sglang.srt.runtime_context": ("get_context",),
-        "sglang.srt.sampling.sampling_params": ("SamplingParams",),
-    }
-    found = types.SimpleNamespace()
-    for module_name, wanted in names.items():
-        module = importlib.import_module(module_name)
-        for name in wanted:
-            setattr(found, name, getattr(module, name))
-    return found
-
-
-def stand_in_for_torchvision() -> None:
-    """Let SGLang be imported where torchvision is not installed.
-
-    SGLang's model configurations import it, for image processors that no text cache needs, and
-    its wheels do not work with a torch built for the CPU. Does nothing where it is installed.
-    """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
-        return
-    # transformers must have noticed that it is absent before something by that name is there.
-    from transformers.utils import import_utils
-
-    import_utils.is_torchvision_available()
-    for name in ("torchvision", "torchvision.transforms", "torchvision.io"):
-        _add_stand_in(name)
-    _add_stand_in("torchvision.transforms.functional")
-
-
-def _add_stand_in(name: str) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    module.__path__ = []
-
-    def attribute(wanted: str) -> type:
-        if wanted.startswith("__"):
-            raise AttributeError(wanted)
-        return type(wanted, (), {})
-
-    module.__getattr__ = attribute  # type: ignore[method-assign]
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tierd_client.sglang.cpu_engine import CpuEngine, EngineShape
+from tierd_client.sglang.cpu_engine import CpuEngine
+from tierd_client.sglang.cpu_pools import EngineShape
 
 _VOCABULARY = 50_000
 _SHAPE = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, heads=8, head_dim=128)

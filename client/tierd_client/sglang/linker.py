@@ -21,12 +21,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from tierd.wire.errors import ConfigError, RefusedError
 from tierd.wire.limits import KEY_BYTES
 from tierd_client.client import TierClient
-from tierd_client.pools import DevicePool, PoolPages
+from tierd_client.pools import PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
 from tierd_client.sglang.group import Offer, agree, group_of, host_id
 from tierd_client.sglang.namespace import namespace, process_start_s
-from tierd_client.sglang.pools import kv_pool
+from tierd_client.sglang.pools import MAMBA, EnginePools, engine_pools
 from tierd_client.sglang.support import refusals
 from tierd_client.sglang.tree import Tree
 
@@ -70,7 +70,7 @@ class _Outstanding(NamedTuple):
 
 
 class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """A `UnifiedCacheLinker` (SGLang 0.5.23) for plain MHA/GQA pools of any page size.
+    """A `UnifiedCacheLinker` (SGLang 0.5.23), for the pools that `engine_pools` knows.
 
     One a rank. Backs up every node that the tree offers, and restores prefixes that it has lost.
     Without a daemon it serves misses and connects when one comes.
@@ -103,12 +103,11 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     ) -> None:
         config = _parse(extra_config or {})
         self.forward_stream = forward_stream
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        pool: DevicePool | None = None
-        refusal = "; ".join(refusals(server_args, params, components))
+        found: EnginePools | None = None
+        refusal = "; ".join(refusals(server_args, params))
         if not refusal:
             try:
-                pool = kv_pool(kvcache, params.page_size)
+                found = engine_pools(params, components)
             except RefusedError as error:
                 refusal = str(error)
         instance = uuid.uuid4().hex
@@ -117,22 +116,21 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             Offer(
                 refusal=refusal,
                 host=host_id(),
-                geometry=_describe(pool) if pool else "",
+                geometry=found.describe() if found else "",
                 instance=instance,
                 namespace=namespace(
                     server_args,
-                    kv_dtype=str(getattr(kvcache, "dtype", None)),
-                    page_tokens=params.page_size,
+                    formats=found.formats if found else {},
                     instance=instance,
                     started_s=process_start_s(),
                 ),
             ),
         )
-        assert pool is not None  # agree() raises where there is none
+        assert found is not None  # agree() raises where there is none
         weights.watch(self)
-        self.pools = {PoolName(pool.name): pool}
+        self.pools = {PoolName(pool.name): pool for pool in found.pools}
         self.stats = LinkerStats()
-        self.layer_done_counter = RestoreCounter(len(pool.buffers) // 2)
+        self.layer_done_counter = RestoreCounter(found.num_layers)
         self._queued: list[_Offload] = []
         self._outstanding: deque[_Outstanding] = deque()
         self._results: deque[bool] = deque()
@@ -146,7 +144,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
         self.client = TierClient(
             config.socket,
-            [pool],
+            found.pools,
             namespace=group.namespace,
             instance=group.instance,
             rank=group.rank,
@@ -154,6 +152,9 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             forward_stream=forward_stream,
         )
         self.client.connect()
+        if PoolName(MAMBA) in self.pools:
+            # SGLang tells its KV pool of the counter, but not the pool of the states.
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
 
     # --- device to host ---------------------------------------------------------------------
 
@@ -293,17 +294,6 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
         return msgspec.convert(dict(extra_config), LinkerConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"linker_extra_config: {error}") from None
-
-
-def _describe(pool: DevicePool) -> str:
-    rows = sorted(
-        {(b.tensor.stride(0) * b.tensor.element_size(), str(b.tensor.dtype)) for b in pool.buffers}
-    )
-    described = " and ".join(f"{size} bytes of {dtype}" for size, dtype in rows)
-    return (
-        f"{len(pool.buffers)} KV buffers with {described} a token, "
-        f"pages of {pool.page_tokens} tokens"
-    )
 
 
 def _keys(hashes: Sequence[str]) -> bytes:

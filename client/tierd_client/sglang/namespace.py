@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,17 @@ _COPIED = {
     "attn_dp_size": "how many groups of them there are",
     "enable_deterministic_inference": "kernels that must not mix their results with others'",
     "rl_on_policy_target": "likewise",
+    "speculative_algorithm": "what a draft model's KV is computed for",
+    "speculative_draft_model_revision": "its revision on its hub",
+    "speculative_draft_model_quantization": "what its weights were quantized to on the way",
+    "speculative_draft_load_format": "how its files were read",
 }
 _JUDGED = (
     "model_path",
     "download_dir",
     "quantization_param_path",
     "random_seed",
+    "speculative_draft_model_path",
     "lora_paths",
     "weight_cache_mode",
     "custom_weight_loader",
@@ -53,25 +58,28 @@ _MAX_FILES = 4096
 
 
 def namespace(
-    server_args: Any, *, kv_dtype: str, page_tokens: int, instance: str, started_s: float
+    server_args: Any, *, formats: Mapping[str, str], instance: str, started_s: float
 ) -> dict[str, str]:
     """Everything that two engines must have in common to share pages.
 
-    Fields: those of `_COPIED` that were set; `engine`; `kv` (element type and page size);
-    `model` (path or hub id); `files` (names, sizes and modification times of the model's files);
-    `seed` (dummy weights); `scales` (the file of KV scales); `adapters` (names, paths and files of
-    the adapters given at start: their ids are derived from name and path, not from what the files
-    hold; an adapter loaded later gets a random id, which no other engine can hit); and `private`
-    (this engine's instance, and why nobody may share with it).
+    Fields: those of `_COPIED` that were set; `engine`; `pool NAME` for each pool (what its bytes
+    mean); `model` (path or hub id); `files` (names, sizes and modification times of the model's
+    files); `draft` (a draft model's path and files); `seed` (dummy weights); `scales` (the file of
+    KV scales); `adapters` (names, paths and files of the adapters given at start: their ids are
+    derived from name and path, not from what the files hold; an adapter loaded later gets a random
+    id, which no other engine can hit); and `private` (this engine's instance, and why nobody may
+    share with it).
 
     Args:
         server_args: SGLang's `ServerArgs`, or None where there is no server.
-        kv_dtype: The element type of the KV pool.
+        formats: For each pool, what the bytes of its pages mean.
         instance: The engine's id.
         started_s: When this process began, in seconds since the epoch: files that have changed
             since may not be those that it has loaded.
     """
-    fields = {"engine": "sglang", "kv": f"{kv_dtype}, pages of {page_tokens} tokens"}
+    fields = {"engine": "sglang"}
+    for pool, text in formats.items():
+        fields[f"pool {pool}"] = _short(text)
     for name in _COPIED:
         value = getattr(server_args, name, None)
         if value not in (None, "", False):
@@ -100,6 +108,16 @@ def namespace(
             doubts.append(f"no files of {model} on this machine")
         else:
             fields["files"] = stamp("the model", path)
+    if draft := getattr(server_args, "speculative_draft_model_path", None):
+        path = _local(
+            str(draft),
+            fields.get("speculative_draft_model_revision"),
+            getattr(server_args, "download_dir", ""),
+        )
+        if path is None:
+            doubts.append(f"no files of the draft model {draft} on this machine")
+        else:
+            fields["draft"] = _short(f"{path} {stamp('the draft model', path)}")
     if fields.get("load_format") == "dummy":
         fields["seed"] = str(getattr(server_args, "random_seed", None))
     if scales := getattr(server_args, "quantization_param_path", None):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+_DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Speculative algorithms whose draft models keep KV in the target's token slots."""
 
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_hierarchical_cache": (
@@ -17,9 +18,9 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "tierd does not serve prefill/decode disaggregation yet; leave out --disaggregation-mode",
     ),
     "speculative_algorithm": (
-        lambda algorithm: algorithm is not None,
-        "tierd does not carry the draft model's KV yet, and without it a restored prefix would "
-        "spoil the acceptance rate; leave out --speculative-algorithm",
+        lambda algorithm: algorithm not in (None, "NGRAM", *_DRAFTS),
+        "tierd does not know where this --speculative-algorithm keeps its KV, and without it a "
+        f"restored prefix would spoil the acceptance rate; use {', '.join(_DRAFTS)} or NGRAM",
     ),
     "enable_memory_saver": (
         bool,
@@ -51,17 +52,14 @@ ARGUMENTS = tuple(_ARGUMENTS)
 """The fields of SGLang's `ServerArgs` that are looked at."""
 
 
-def refusals(server_args: Any, params: Any, components: Collection[Any]) -> Iterator[str]:
-    """Why this engine cannot be served: each reason with what to change; none if it can.
+def refusals(server_args: Any, params: Any) -> Iterator[str]:
+    """Why this engine cannot be served, whatever its pools: each reason with what to change; none
+    if it can.
 
     Args:
         server_args: SGLang's `ServerArgs`, or None where there is no server.
         params: SGLang's `CacheInitParams`.
-        components: The tree's `ComponentType`s.
     """
-    others = sorted(c.name for c in components if c != ComponentType.FULL)
-    if others:
-        yield f"tierd carries full-attention KV only so far, and the tree has {', '.join(others)}"
     for name, (is_unsupported, reason) in _ARGUMENTS.items():
         if is_unsupported(getattr(server_args, name, None)):
             yield reason
@@ -69,5 +67,10 @@ def refusals(server_args: Any, params: Any, components: Collection[Any]) -> Iter
         yield _ARGUMENTS["pp_size"][1]
     if params.attn_cp_size > 1:
         yield _ARGUMENTS["attn_cp_size"][1]
-    if params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        yield _ARGUMENTS["speculative_algorithm"][1]
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    drafts = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
+    if (params.is_eagle or algorithm in _DRAFTS) and not drafts:
+        yield (
+            "the engine does not say where its draft model keeps KV, and without it a restored "
+            "prefix would spoil the acceptance rate; leave out --speculative-algorithm"
+        )
