@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tierd.wire.errors import ProtocolError, RefusedError, TierdError
 
 if TYPE_CHECKING:
-    from tierd_client.client import Ack, TierClient
+    from tierd_client.client import Ack, Need, TierClient
     from tierd_client.pools import DeviceBuffer, DevicePool, PoolPages
     from tierd_client.restore import Restore
 
@@ -20,6 +20,7 @@ __all__ = [
     "Ack",
     "DeviceBuffer",
     "DevicePool",
+    "Need",
     "PoolPages",
     "ProtocolError",
     "RefusedError",
@@ -32,6 +33,7 @@ _HOME = {
     "Ack": "client",
     "DeviceBuffer": "pools",
     "DevicePool": "pools",
+    "Need": "client",
     "PoolPages": "pools",
     "Restore": "restore",
     "TierClient": "client",

@@ -50,6 +50,13 @@ class Ack(NamedTuple):
     kept: bool
 
 
+class Need(NamedTuple):
+    """A backup before which the tier has lost pages that are still on the device."""
+
+    seq: int
+    node_id: int | None
+
+
 @dataclass
 class _Queued:
     seq: int
@@ -86,6 +93,7 @@ class TierClient:
         instance: One string for all ranks of the engine, unlike any other engine's.
         rank, world_size: The rank's place in its group.
         forward_stream: The stream whose kernels write the KV; None if it is the current one.
+        supplies: The caller answers `needs()`, on all ranks alike.
         lookup_timeout_s: What a lookup waits at most.
         verdict_timeout_s: What a restore's verdict is waited for before its copier is ended.
         ack_timeout_s: A daemon that has not acked a backup by then is given up.
@@ -105,6 +113,7 @@ class TierClient:
         rank: int = 0,
         world_size: int = 1,
         forward_stream: torch.cuda.Stream | None = None,
+        supplies: bool = False,
         lookup_timeout_s: float = 0.2,
         verdict_timeout_s: float = 60.0,
         ack_timeout_s: float = 60.0,
@@ -130,6 +139,7 @@ class TierClient:
         self._instance = instance
         self._rank = rank
         self._world_size = world_size
+        self._supplies = supplies
         self._lookup_timeout_s = lookup_timeout_s
         self._verdict_timeout_s = verdict_timeout_s
         self._ack_timeout_s = ack_timeout_s
@@ -144,6 +154,7 @@ class TierClient:
         self._ticket = 0
         # Flushes whose acks are not all here: their ready words and their ring are in use.
         self._sent: deque[_Sent] = deque()
+        self._needs: list[int] = []
         self._head = {"backup": 0, "restore": 0}
         self._free_from = {"backup": 0, "restore": 0}
         self._request = 0
@@ -203,6 +214,7 @@ class TierClient:
             device=self._device.name,
             pid=os.getpid(),
             next_seq=self._next_seq - len(self._queued),
+            supplies=self._supplies,
             allocations=self._exports.allocations,
             pools=self._specs,
         )
@@ -274,6 +286,7 @@ class TierClient:
         self._queued.clear()
         self._tombstones.clear()
         self._sent.clear()
+        self._needs.clear()
 
     # --- backup -------------------------------------------------------------------------------
 
@@ -345,7 +358,7 @@ class TierClient:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
         head = self._head["backup"]
         room = self._room("backup")
-        tickets_left = not self._sent or self._ticket - self._sent[0].ticket < TICKETS - 64
+        tickets_left = self._ticket_is_free()
         items = [messages.BackupItem(seq, True, []) for seq in shed]
         keys: list[bytes] = []
         slots: list[torch.Tensor] = []
@@ -388,6 +401,49 @@ class TierClient:
         else:
             self._tombstones += [item.seq for item in items]
 
+    def needs(self) -> list[Need]:
+        """Backups that wait for what comes before them, since the last call. Answer each with
+        `supply`; without an answer within two seconds the tier goes on with a hole."""
+        if not self._needs:
+            return []
+        wanted, self._needs = set(self._needs), []
+        return [Need(p.seq, p.node_id) for p in self._pending if p.seq in wanted]
+
+    def supply(self, seq: int, pages: Sequence[PoolPages]) -> None:
+        """Name all pages before a backup's first one, of the pools without a window; they must
+        stay as they are until its ack. Empty: they cannot be named. Never waits.
+
+        Raises: ValueError: keys and slots that do not fit together.
+        """
+        for part in pages:
+            self._check(part)
+        head = self._head["backup"]
+        count = sum(len(part.keys) for part in pages) // limits.KEY_BYTES
+        if count > min(self._room("backup"), MAX_FLUSH_PAGES) or not self._ticket_is_free():
+            pages, count = [], 0
+        parts = []
+        for part in pages:
+            n = len(part.keys) // limits.KEY_BYTES
+            parts.append(messages.Part(self._index[part.pool], n, head))
+            head += n
+        if count:
+            slots = [part.slots for part in pages]
+            tokens = [self._page_tokens[part.pool] for part in pages]
+            self._device.write_page_numbers("backup", self._head["backup"], slots, tokens)
+            self._device.mark_ready(self._new_ticket())
+        message = messages.Supply(
+            epoch=self._epoch,
+            seq=seq,
+            ticket=self._ticket,
+            fence=int(self._segment.fence[0]),
+            parts=parts if count else [],
+            keys=b"".join(part.keys for part in pages),
+        )
+        if self._link.send(message) and count:
+            self._head["backup"] = head
+            last_seq = max(seq, self._sent[-1].last_seq if self._sent else seq)
+            self._sent.append(_Sent(self._ticket, last_seq, head))
+
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""
         if not self._results:
@@ -413,6 +469,8 @@ class TierClient:
                 for i, kept in enumerate(message.results):
                     if first <= message.first_seq + i < self._next_seq:
                         self._results.setdefault(message.first_seq + i, bool(kept))
+            elif isinstance(message, messages.Need):
+                self._needs.append(message.seq)
             elif isinstance(message, messages.LookupReply):
                 self._answers[message.request] = message
             else:
@@ -639,6 +697,10 @@ class TierClient:
                 f"a page has a key of {limits.KEY_BYTES} bytes and "
                 f"{self._page_tokens[part.pool]} slots"
             )
+
+    def _ticket_is_free(self) -> bool:
+        """Are the next ticket's ready words free, with some to spare for restores?"""
+        return not self._sent or self._ticket - self._sent[0].ticket < TICKETS - 64
 
     def _new_ticket(self) -> int:
         self._ticket = (self._ticket + 1) % 2**32 or 1

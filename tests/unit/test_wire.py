@@ -81,6 +81,8 @@ def fitting(struct: Any) -> Any:
         case Flush() | Restore():
             pages = sum(part.pages for item in struct.items for part in item.parts)
             return replace(struct, keys=key * pages)
+        case messages.Supply():
+            return replace(struct, keys=key * sum(part.pages for part in struct.parts))
         case Lookup():
             pools = list(dict.fromkeys(struct.pools))
             return replace(struct, pools=pools, keys=key * (len(struct.keys) % 5))

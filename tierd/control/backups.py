@@ -128,6 +128,10 @@ class Backup:
     copies: int = 0
     failed: bool = False
     copied: bool = False
+    awaits_prefix: bool = False
+    """Its ack waits until what comes before it has been copied, or cannot be."""
+    prefix_of: Backup | None = None
+    """It has no ack of its own: it is what another one waits for."""
     waits_for: set[Backup] = field(default_factory=set)
     waiters: list[Backup] = field(default_factory=list)
     result: bool | None = None
@@ -212,15 +216,46 @@ class Backups:
 
         Raises: NoRoomError: nothing was changed; make room and ask again.
         """
-        known = [
-            [pool.find(key) for key in part.keys]
-            for part, pool in zip(offer.parts, pools, strict=True)
-        ]
-        for pool, here in zip(pools, known, strict=True):
-            missing = sum(slot is None for slot in here) - pool.free_slots
-            if missing > 0:
-                raise NoRoomError(pool, missing)
+        known = _known(offer, pools)
         backup = Backup(seq, [], self)
+        copies = self._place(backup, offer, pools, known, tick)
+        self._queue.append(backup)
+        self._settle(backup)
+        return backup, copies
+
+    def await_prefix(self, backup: Backup) -> bool:
+        """What comes before this backup has been lost: its ack waits for that to be copied.
+        False: it has been acked already."""
+        backup.awaits_prefix = backup.result is None
+        return backup.awaits_prefix
+
+    def copy_prefix(
+        self, backup: Backup, offer: Offer, pools: Sequence[PagePool], tick: int
+    ) -> tuple[Backup, list[Copy]]:
+        """Give slots to those of the pages before a backup that are not here.
+
+        Raises: NoRoomError: nothing was changed; make room and ask again, or `give_up_prefix`.
+        """
+        known = _known(offer, pools)
+        prefix = Backup(backup.seq, [], self, prefix_of=backup)
+        copies = self._place(prefix, offer, pools, known, tick)
+        self._settle(prefix)
+        return prefix, copies
+
+    def give_up_prefix(self, backup: Backup) -> None:
+        """What comes before this backup will not come."""
+        backup.awaits_prefix = False
+        self._settle(backup)
+
+    def _place(
+        self,
+        backup: Backup,
+        offer: Offer,
+        pools: Sequence[PagePool],
+        known: list[list[int | None]],
+        tick: int,
+    ) -> list[Copy]:
+        """Give slots to the pages that have none; what others are writing is waited for."""
         copies = []
         for number, (part, pool, here) in enumerate(zip(offer.parts, pools, known, strict=True)):
             for slot in here:
@@ -237,12 +272,9 @@ class Backups:
         for writer in backup.waits_for:
             writer.waiters.append(backup)
         backup.copies = self._ranks if copies else 0
+        backup.copied = not copies
         self.pages_in_flight += backup.pages
-        self._queue.append(backup)
-        if not copies:
-            backup.copied = True
-            self._settle(backup)
-        return backup, copies
+        return copies
 
     def copied(self, backup: Backup, ok: bool) -> None:
         """One rank's copies of a backup have retired."""
@@ -266,9 +298,14 @@ class Backups:
         owners = {self}
         while ready:
             done = ready.pop()
-            if done.result is not None or not done.copied or done.waits_for:
+            if done.result is not None or not done.copied:
+                continue
+            if done.waits_for or done.awaits_prefix:
                 continue
             done.result = not done.failed
+            if done.prefix_of is not None:
+                done.prefix_of.awaits_prefix = False
+                ready.append(done.prefix_of)
             owners.add(done.owner)
             for waiter in done.waiters:
                 waiter.waits_for.discard(done)
@@ -281,6 +318,21 @@ class Backups:
         while self._queue and self._queue[0].result is not None:
             first = self._queue.popleft()
             self._ack(first.seq, bool(first.result))
+
+
+def _known(offer: Offer, pools: Sequence[PagePool]) -> list[list[int | None]]:
+    """Per part, the slot of each page, None for those that are not here.
+
+    Raises: NoRoomError: there are more of those than free slots.
+    """
+    known = [
+        [pool.find(key) for key in part.keys] for part, pool in zip(offer.parts, pools, strict=True)
+    ]
+    for pool, here in zip(pools, known, strict=True):
+        missing = sum(slot is None for slot in here) - pool.free_slots
+        if missing > 0:
+            raise NoRoomError(pool, missing)
+    return known
 
 
 def runs(seqs: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bytes]]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierd.channel import Channel, close_all
-from tierd.control.backups import Backups, Sequencer
+from tierd.control.backups import Backup, Backups, Offer, Sequencer
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier
 from tierd.control.leases import Leases
+from tierd.control.ring import RingLedger
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import geometry_of, namespace_digest
 from tierd.wire.layout import Segment, read_segment_spec
@@ -42,7 +43,9 @@ class Session:
     """Chunks with pages in them that its copier has still to pin."""
     welcomed: bool = False
     paths: list[str] = field(default_factory=list)
-    consumed: list[int] = field(default_factory=lambda: [0, 0])
+    ring: RingLedger = field(default_factory=RingLedger)
+    """Its backup ring."""
+    restore_ring_end: int = 0
 
     def pool_index(self, name: str) -> int:
         return next(i for i, pool in enumerate(self.info.pools) if pool.name == name)
@@ -87,6 +90,15 @@ def map_segment(fd: int) -> tuple[mmap.mmap, Segment]:
     return memory, Segment(memory, read_segment_spec(memory))
 
 
+@dataclass
+class Heal:
+    """A backup whose ack waits for the pages before it. `offers`: what ranks say of those."""
+
+    backup: Backup
+    since: float
+    offers: dict[int, Offer] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Group:
     """The ranks of one engine, who must always get the same answers.
@@ -106,6 +118,8 @@ class Group:
     """The next backup cannot be decided before a chunk is pinned or given back."""
     acks: list[tuple[int, bool]] = field(default_factory=list)
     catalogs: dict[str, Catalog] = field(default_factory=dict)
+    heals: dict[int, Heal] = field(default_factory=dict)
+    """By sequence number, backups whose prefix the tier has lost."""
 
     @property
     def complete(self) -> bool:
@@ -119,6 +133,11 @@ class Group:
         return self.complete and all(
             session.attached and not session.lacks for session in self.sessions.values()
         )
+
+    @property
+    def supplies(self) -> bool:
+        """Can all ranks say what comes before a backup?"""
+        return all(session.info.supplies for session in self.sessions.values())
 
     def digest(self, epoch: str) -> bytes:
         return namespace_digest(self.namespace, self.world_size, self.pools, epoch)

@@ -219,7 +219,12 @@ class Members:
         if group.sequencer is not None:
             for seq in group.sequencer.drop():
                 group.acks.append((seq, False))
+                for other in group.sessions.values():
+                    other.ring.settle(seq)
             group.sequencer = None
+        for heal in group.heals.values():
+            heal.backup.owner.give_up_prefix(heal.backup)
+        group.heals.clear()
         group.leases.end_all()
         copier = session.copier
         if copier.state is CopierState.READY:

@@ -117,7 +117,8 @@ class RestoreDesk:
                 parts.append(
                     messages.CopyPart(part.pool, ring.tobytes(), chunks.tobytes(), within.tobytes())
                 )
-                session.consumed[1] = max(session.consumed[1], part.ring + part.pages)
+                end = part.ring + part.pages
+                session.restore_ring_end = max(session.restore_ring_end, end)
 
         def done(ok: bool, lost: bool) -> None:
             self._state.counters["restores" if ok else "restores_failed"] += 1
@@ -132,7 +133,7 @@ class RestoreDesk:
                 session=session.number,
                 ticket=message.ticket,
                 fence=message.fence,
-                consumed=session.consumed[1],
+                consumed=session.restore_ring_end,
                 entry=message.entry,
                 generation=message.generation,
                 parts=parts,

@@ -177,6 +177,7 @@ class Control:
         state = self._state
         return (
             self._members.busy
+            or self._backups.heals
             or state.room.busy
             or any(g.sequencer and g.sequencer.waiting for g in state.groups.values())
             or any(len(g.leases) or g.leases.restoring for g in state.groups.values())
@@ -257,6 +258,8 @@ class Control:
                 self._restores.lookup(session, message, now)
             elif isinstance(message, messages.Restore):
                 self._restores.restore(session, message, now)
+            elif isinstance(message, messages.Supply):
+                self._backups.supply(session, message)
             elif isinstance(message, messages.Cancel):
                 session.group.leases.cancel(message.rid)
             else:

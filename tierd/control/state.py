@@ -24,6 +24,7 @@ COUNTERS = (
     "restores",
     "restores_failed",
     "pages_evicted",
+    "pages_healed",
     "errors",
 )
 

@@ -96,6 +96,8 @@ def check_blobs(message: object) -> None:
             if item.shed and item.parts:
                 raise ProtocolError(f"seq {item.seq} is shed, yet has `parts`")
         _check_keys(message.keys, pages)
+    elif isinstance(message, messages.Supply):
+        _check_keys(message.keys, sum(part.pages for part in message.parts))
     elif isinstance(message, messages.Lookup):
         if len(message.keys) % limits.KEY_BYTES:
             raise ProtocolError(

@@ -98,6 +98,8 @@ class Register(Message, frozen=True, tag="register"):
     next_seq: U63
     allocations: Annotated[list[Allocation], Meta(min_length=1, max_length=limits.MAX_ALLOCATIONS)]
     pools: Annotated[list[PoolSpec], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+    supplies: bool = False
+    """It answers `Need`."""
 
 
 class StatusRequest(Message, frozen=True, tag="status"):
@@ -241,6 +243,18 @@ class Cancel(Message, frozen=True, tag="cancel"):
     rid: Name
 
 
+class Supply(Message, frozen=True, tag="supply"):
+    """The answer to `Need`: all pages before a backup's first one, of the pools without a window.
+    Without parts: this rank cannot name them any more."""
+
+    epoch: OptionalName
+    seq: U63
+    ticket: U32
+    fence: U32
+    parts: Annotated[list[Part], Meta(max_length=limits.MAX_POOLS)]
+    keys: bytes
+
+
 class Reset(Message, frozen=True, tag="reset"):
     """The rank moves to another epoch; what it offered before is not wanted any more."""
 
@@ -248,7 +262,7 @@ class Reset(Message, frozen=True, tag="reset"):
     next_seq: U63
 
 
-FromClient = Flush | Lookup | Restore | Cancel | Reset
+FromClient = Flush | Lookup | Restore | Cancel | Supply | Reset
 
 
 # --- hot path: control -> client (ZeroMQ) -----------------------------------------------------
@@ -259,6 +273,13 @@ class Acks(Message, frozen=True, tag="acks"):
 
     first_seq: U63
     results: Annotated[bytes, Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_FLUSH)]
+
+
+class Need(Message, frozen=True, tag="need"):
+    """The tier has lost what comes before a backup: name it with `Supply`. The backup, whose ack
+    waits for it, keeps those pages on the device."""
+
+    seq: U63
 
 
 class LookupReply(Message, frozen=True, tag="lookup_reply"):
@@ -275,7 +296,7 @@ class Error(Message, frozen=True, tag="error"):
     reason: Text
 
 
-ToClient = Acks | LookupReply | Error
+ToClient = Acks | Need | LookupReply | Error
 
 
 # --- control -> copier ------------------------------------------------------------------------

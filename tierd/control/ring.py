@@ -1,0 +1,39 @@
+"""How far a rank's index ring can be given back, when its parts are settled out of order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass
+class _Part:
+    name: Hashable
+    end: int
+    settled: bool = False
+
+
+class RingLedger:
+    """Parts of a ring in the order in which they were filled.
+
+    A part is settled once its copies, if there are any, are in a job: the ring may be reused up to
+    the first part that is not, as soon as the jobs so far have been read.
+    """
+
+    def __init__(self) -> None:
+        self.consumed = 0
+        self._parts: deque[_Part] = deque()
+
+    def note(self, name: Hashable, end: int) -> None:
+        """A part that ends at ring position `end` was filled."""
+        self._parts.append(_Part(name, end))
+
+    def settle(self, name: Hashable) -> None:
+        """A part is not needed any more once the jobs so far have been read. It may be unknown."""
+        for part in self._parts:
+            if part.name == name:
+                part.settled = True
+                break
+        while self._parts and self._parts[0].settled:
+            self.consumed = max(self.consumed, self._parts.popleft().end)
