@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tierd.control.catalog import PagePool
 from tierd.eviction import ChainLru
-from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.eviction.chain_reuse import ChainReuse
+from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
 from tierd.wire.geometry import host_layout
 
 CHUNK = 8
@@ -48,11 +50,14 @@ def keys(chain: tuple[int, ...], first: int = 0) -> list[bytes]:
     return [key(chain[: i + 1]) for i in range(first, len(chain))]
 
 
-def make_pool(chunks: int) -> tuple[PagePool, Records]:
+def make_pool(
+    chunks: int, policy: Callable[[], EvictionPolicy] = ChainLru
+) -> tuple[PagePool, Records]:
     host = host_layout([1 << 20], chunk_bytes=(CHUNK << 20) + (1 << 20))
     assert host.chunk_slots == CHUNK
     records = Records()
     pool = PagePool("kv", 64, host, 1, records)
+    pool.policy = policy()
     for ordinal in range(chunks):
         pool.add_chunk(ordinal)
     return pool, records
@@ -169,9 +174,11 @@ def test_the_leaf_list_does_not_grow_with_use() -> None:
 class IndexMachine(RuleBasedStateMachine):
     """Everything that control asks of a pool, in any order."""
 
+    policy: type[ChainLru] = ChainLru
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.records = make_pool(2)
+        self.pool, self.records = make_pool(2, self.policy)
         self.now = 0
         self.writing: list[Slots] = []
         self.holds: list[Slots] = []
@@ -264,13 +271,22 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.pool.held == 0
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class ReuseMachine(IndexMachine):
+    """The same of a pool that evicts by what is used again."""
+
+    policy = ChainReuse
+
+
+for machine in (IndexMachine, ReuseMachine):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestIndex = IndexMachine.TestCase
+TestReuseIndex = ReuseMachine.TestCase
 
 
-def test_eviction_never_leaves_a_hole() -> None:
+@pytest.mark.parametrize("policy", [ChainLru, ChainReuse])
+def test_eviction_never_leaves_a_hole(policy: type[ChainLru]) -> None:
     rng = np.random.default_rng(7)
-    pool, _ = make_pool(4)
+    pool, _ = make_pool(4, policy)
     chains = [tuple(int(x) for x in rng.integers(1, 4, 6)) for _ in range(40)]
     for now, chain in enumerate(chains, 1):
         names = keys(chain)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import tierd
-from tierd.cli import admin, demo, serve, status
+from tierd.cli import admin, bench, demo, serve, status
 from tierd.wire.errors import ConfigError, DaemonUnavailableError, TierdError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 3
@@ -35,6 +35,7 @@ app.command(epilog=status.EPILOG)(status.status)
 app.command()(admin.clear)
 app.command(epilog=admin.PAUSE_EPILOG)(admin.pause)
 app.command(epilog=admin.PAUSE_EPILOG)(admin.resume)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Replays access traces against eviction policies. No sockets, no processes, no clock."""

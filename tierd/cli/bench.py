@@ -1,0 +1,156 @@
+"""`tierd bench`: measurements that need no engine. `tierd bench eviction` replays traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tierd.bench.replay import TIERS, Row, Size, rows
+from tierd.bench.traces import read_trace
+from tierd.bench.workloads import KINDS
+from tierd.cli.options import JsonOption
+from tierd.wire.errors import ConfigError
+
+EPILOG = """
+Examples:
+
+- `tierd bench eviction`: three generated workloads, four sizes, behind no GPU cache and a small one
+- `tierd bench eviction --trace conversation_trace.jsonl --page-tokens 512`: a trace of your own
+"""
+
+EVICTION_EPILOG = """
+Columns: the GPU cache in front of the tier (in pages, and the share of all tokens that it hits);
+the tier's pages; then which part of the tokens that missed the GPU each policy restores.
+`chain-reuse` and `chain-lru` are tierd's, in the index that the daemon uses; `page-lru` is least
+recently used without chains; `sglang` keeps what HiCache of SGLang 0.5.23 would; `bound` is
+Belady's: with the future known, no policy restores more.
+
+Examples:
+
+- `tierd bench eviction`: all generated workloads, in less than a minute
+- `tierd bench eviction --kind scan --sizes 5%,20000 --device-pages 0,10%`
+- `tierd bench eviction --trace trace.jsonl.gz --json | jq '.[].hit_rates'`
+
+A trace has one JSON object a line: {"hash_ids": [7, 8, 9]}, the blocks of a request's prompt in
+order; a "timestamp" orders the requests. The public Mooncake traces are in this format.
+"""
+
+app = typer.Typer(
+    help="Measure what needs no engine and no GPU.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """A group of commands, also while it has one only."""
+
+
+@app.command(epilog=EVICTION_EPILOG)
+def eviction(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Replay this JSONL file (.gz too), not a workload."),
+    ] = None,
+    kind: Annotated[
+        Literal["chat", "agents", "scan", "all"], typer.Option(help="Which generated workload.")
+    ] = "all",
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of the tier: pages, or shares of a trace's different pages.")
+    ] = "5%,10%,20%,50%",
+    device_pages: Annotated[
+        str, typer.Option(help="Sizes of the GPU's prefix cache in front of it, likewise.")
+    ] = "0,2%",
+    requests: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Requests of a generated workload.")
+    ] = 1500,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, another workload.")] = 1,
+    page_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block of the trace file.")
+    ] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay access traces against eviction policies at several sizes; prints token hit rates."""
+    tier_sizes = parse_sizes("--sizes", sizes, least=1)
+    gpu_sizes = parse_sizes("--device-pages", device_pages, least=0)
+    if trace is not None:
+        traces = [read_trace(trace, page_tokens)]
+    else:
+        kinds = list(KINDS) if kind == "all" else [kind]
+        traces = [KINDS[name](requests, seed) for name in kinds]
+    replays = len(traces) * len(gpu_sizes) * len(tier_sizes) * (len(TIERS) + 1)
+    found: list[Row] = []
+    with _progress() as progress:
+        task = progress.add_task("", total=replays)
+        for one in traces:
+            progress.update(task, description=f"{one.name}: {len(one.requests):,} requests")
+            found += rows(one, gpu_sizes, tier_sizes, lambda: progress.advance(task))
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
+    else:
+        _print_whole(as_table(found))
+
+
+def parse_sizes(flag: str, text: str, least: int) -> list[Size]:
+    """Read "5%,10%,20000".
+
+    Raises: ConfigError: an item is neither a number of pages nor a share up to 100%.
+    """
+    found = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", item)
+        share = float(match[1]) / 100 if match and match[2] else 0.0
+        whole = match is not None and (bool(match[2]) or match[1].isdigit())
+        if match is None or not whole or share > 1 or (float(match[1]) < least and not share):
+            raise ConfigError(
+                f"{flag}: `{item}` is no size; give pages or a share of a trace's pages, "
+                "separated by commas, such as 5%,20000"
+            )
+        found.append(Size(share=share) if share else Size(pages=int(float(match[1]))))
+    return found
+
+
+def as_table(found: Sequence[Row]) -> Table:
+    """A table that is Markdown as it stands."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("trace", no_wrap=True)
+    for name in ("GPU pages", "GPU hits", "tier pages", *TIERS, "bound"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        best = max(row.hit_rates.values())
+        table.add_row(
+            row.trace,
+            f"{row.gpu_pages:,}",
+            f"{row.gpu_hit_rate:.1%}",
+            f"{row.pages:,} ({row.pages / row.trace_pages:.0%})",
+            *(_rate(rate, rate == best) for rate in row.hit_rates.values()),
+            f"{row.bound:.2%}",
+        )
+    return table
+
+
+def _print_whole(table: Table) -> None:
+    """Print a table however narrow the terminal is: it is there to be copied."""
+    width = Console(width=1000).measure(table).maximum
+    Console(width=width).print(table)
+
+
+def _rate(rate: float, best: bool) -> str:
+    return f"[bold]{rate:.2%}[/bold]" if best else f"{rate:.2%}"
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
