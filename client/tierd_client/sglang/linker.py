@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from tierd.wire.errors import ConfigError, RefusedError
 from tierd.wire.limits import KEY_BYTES
-from tierd_client.client import TierClient
+from tierd_client.client import Need, TierClient
 from tierd_client.pools import PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
@@ -28,7 +28,7 @@ from tierd_client.sglang.group import Offer, agree, group_of, host_id
 from tierd_client.sglang.namespace import namespace, process_start_s
 from tierd_client.sglang.pools import MAMBA, EnginePools, engine_pools
 from tierd_client.sglang.support import refusals
-from tierd_client.sglang.tree import Tree
+from tierd_client.sglang.tree import Prefix, Tree
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             rank=group.rank,
             world_size=group.world_size,
             forward_stream=forward_stream,
+            supplies=True,
         )
         self.client.connect()
         if PoolName(MAMBA) in self.pools:
@@ -172,6 +173,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._tree.drop_stale_hit_markers()
         self._send_queued()
         self.client.flush()
+        for need in self.client.needs():
+            self._supply(need)
         self._collect()
         return len(self._results)
 
@@ -191,6 +194,12 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 seq = self.client.backup(pages, node_id=origin.node_id, parent=origin.parent)
             self._outstanding.append(_Outstanding(seq, len(offload.transfers[0].keys)))
             self.stats.offered += len(offload.transfers[0].keys)
+
+    def _supply(self, need: Need) -> None:
+        """The tier has evicted what comes before a node, which the tree will not offer again."""
+        prefix = self._tree.prefix(need.node_id, self.pools[PoolName.KV].page_tokens)
+        pages = [] if prefix is None else [_kv_pages(prefix)]
+        self.client.supply(need.seq, pages)
 
     def _collect(self) -> None:
         kept = {ack.seq: ack.kept for ack in self.client.acks()}
@@ -299,6 +308,10 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
 def _keys(hashes: Sequence[str]) -> bytes:
     """SGLang's page hashes, 64 hexadecimal digits each, as one blob of 32-byte keys."""
     return bytes.fromhex("".join(hashes))
+
+
+def _kv_pages(prefix: Prefix) -> PoolPages:
+    return PoolPages(str(PoolName.KV.value), _keys(prefix.hashes), prefix.slots)
 
 
 def _pages(transfer: Any) -> PoolPages:

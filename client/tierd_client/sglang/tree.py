@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
 MAX_HIT_MARKERS = 4096
@@ -24,6 +25,13 @@ class Origin(NamedTuple):
 
     node_id: int | None = None
     parent: bytes | None = None
+
+
+class Prefix(NamedTuple):
+    """Pages from the root on: their hashes, and their token slots, int64."""
+
+    hashes: list[str]
+    slots: torch.Tensor
 
 
 class Tree:
@@ -66,6 +74,20 @@ class Tree:
         if not state.parent_last_hash:
             return Origin(node_id)
         return Origin(node_id, bytes.fromhex(state.parent_last_hash))
+
+    def prefix(self, node_id: int | None, page_tokens: int) -> Prefix | None:
+        """All pages before those of an offloaded node, which keeps them on the device until its
+        result. None if they cannot be named for sure."""
+        pending = self._wrapper.pending_offloads if self._wrapper is not None else []
+        if all(entry.lock_node_id != node_id for entry in pending):
+            return None
+        core = self._wrapper.cache.tree_core
+        hashes = core.get_prefix_hash_values(node_id)
+        slots = core.collect_full_device_indices(node_id, core.root_node_handle())
+        tokens = len(hashes) * page_tokens
+        if not tokens or len(slots) <= tokens:
+            return None
+        return Prefix(hashes, slots[:tokens])
 
     def drop_stale_hit_markers(self) -> None:
         """Bound the markers that the wrapper keeps for requests that never load.
