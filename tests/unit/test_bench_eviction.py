@@ -249,3 +249,9 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 def test_no_gpu_cache_is_a_size() -> None:
     sizes = parse_sizes("--device-pages", "0, 2.5%,0%", least=0)
     assert sizes == [Size(), Size(share=0.025), Size()]
+
+
+@pytest.mark.parametrize("command", [[], ["eviction"]])
+def test_help_teaches_by_example(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"]).stdout
+    assert "tierd bench eviction" in shown.split("Examples:")[1]

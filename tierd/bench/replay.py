@@ -10,8 +10,7 @@ from tierd.bench.gpu import through_gpu
 from tierd.bench.sglang_host import SglangHost
 from tierd.bench.tiers import ChainTier, HostTier, PageLru
 from tierd.bench.traces import Trace
-from tierd.eviction import ChainLru
-from tierd.eviction.chain_reuse import ChainReuse
+from tierd.eviction import ChainLru, ChainReuse
 
 TIERS: dict[str, Callable[[int, int], HostTier]] = {
     "chain-reuse": lambda pages, page_tokens: ChainTier(pages, ChainReuse()),

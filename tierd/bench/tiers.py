@@ -31,13 +31,12 @@ class ChainTier:
 
     def __init__(self, pages: int, policy: EvictionPolicy) -> None:
         layout = HostLayout((1,), (0,), 1, 1, pages, pages, 0)
-        self._pool = PagePool("kv", 1, layout, 1, _NoRecords())
+        self._headers = _Headers()
+        self._pool = PagePool("kv", 1, layout, 1, self._headers)
         self._pool.policy = policy
         self._pool.add_chunk(0)
         self._room = pages
         self._tick = 0
-        self._dropped: list[bytes] = []
-        self._pool.on_drop = self._dropped.append
 
     def serve(self, access: Access) -> int:
         keys = [page.to_bytes(8, "big") for page in access.chain]
@@ -49,8 +48,8 @@ class ChainTier:
 
     def take_dropped(self) -> Chain:
         """The pages that have been evicted since the last call, in that order."""
-        pages = [int.from_bytes(key, "big") for key in self._dropped]
-        self._dropped.clear()
+        pages = [int.from_bytes(key, "big") for key in self._headers.dropped]
+        self._headers.dropped.clear()
         return pages
 
     def _back_up(self, keys: list[bytes], first: int) -> None:
@@ -73,14 +72,20 @@ class ChainTier:
         pool.commit(slots[np.array([slot is None for slot in known])])
 
 
-class _NoRecords:
-    """Slot headers of memory that is not there."""
+class _Headers:
+    """Slot headers of memory that is not there: what they would tell."""
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def __init__(self) -> None:
+        self.dropped: list[bytes] = []
+        self._keys: dict[int, bytes] = {}
+
+    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
+        self._keys[slot] = key
 
     def committed(self, slots: Slots) -> None: ...
 
-    def freed(self, slots: Slots) -> None: ...
+    def freed(self, slots: Slots) -> None:
+        self.dropped += [self._keys[slot] for slot in slots.tolist()]
 
 
 class PageLru:

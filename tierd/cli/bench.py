@@ -142,9 +142,12 @@ def as_table(found: Sequence[Row]) -> Table:
 
 
 def _print_whole(table: Table) -> None:
-    """Print a table however narrow the terminal is: it is there to be copied."""
+    """Print a table whole, however narrow the terminal is: it is there to be copied."""
     width = Console(width=1000).measure(table).maximum
-    Console(width=width).print(table)
+    console = Console(width=width)
+    with console.capture() as printed:
+        console.print(table)
+    print(*(line for line in printed.get().splitlines() if line.strip()), sep="\n")
 
 
 def _rate(rate: float, best: bool) -> str:
