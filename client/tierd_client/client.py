@@ -23,7 +23,9 @@ from tierd import __version__
 from tierd.config import default_socket
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
+from tierd.wire.geometry import namespace_digest
 from tierd.wire.layout import RESTORE_ENTRIES, TICKETS, SegmentSpec
+from tierd.wire.presence import Salt
 from tierd_client.device import Ring, open_device
 from tierd_client.link import Link, LinkState, ProcessHandle
 from tierd_client.pools import DevicePool, PoolPages, describe
@@ -158,6 +160,7 @@ class TierClient:
         self._head = {"backup": 0, "restore": 0}
         self._free_from = {"backup": 0, "restore": 0}
         self._request = 0
+        self._salts: dict[tuple[str, int], Salt] = {}
         self._answers: dict[int, messages.LookupReply] = {}
         self._leases: dict[str, tuple[bytes, list[int], float]] = {}
         self._muted_until = 0.0
@@ -498,6 +501,8 @@ class TierClient:
         known = self._leases.get(rid)
         if known is not None and known[0] == signature and now < known[2]:
             return known[1]
+        if not self._may_have(keys[: limits.KEY_BYTES], indices):
+            return []
         self._request += 1
         message = messages.Lookup(
             request=self._request, epoch=self._epoch, rid=rid, pools=indices, keys=keys
@@ -513,6 +518,24 @@ class TierClient:
         else:
             self._leases.pop(rid, None)
         return reply.lengths
+
+    def _may_have(self, key: bytes, pools: Sequence[int]) -> bool:
+        """Could a chain that begins with this page be hit? Looks into shared memory; a miss, which
+        is what most lookups are, costs no message."""
+        presence = self._link.presence
+        for index in pools:
+            spec = self._specs[index]
+            if presence is None or spec.window:
+                continue
+            salt = self._salts.get((self._epoch, index))
+            if salt is None:
+                digest = namespace_digest(
+                    self._namespace, self._world_size, self._specs, self._epoch
+                )
+                salt = self._salts[self._epoch, index] = Salt(digest, spec.name)
+            if not presence.may_have(key, salt):
+                return False
+        return True
 
     def _ask(self, message: messages.Lookup) -> messages.LookupReply | None:
         """Send a lookup and wait for its answer, a bounded time. After a time-out everything
@@ -665,6 +688,7 @@ class TierClient:
             self._pending.clear()
             self._results.clear()
         self._leases.clear()
+        self._salts.clear()
         message = messages.Reset(epoch=self._epoch, next_seq=self._next_seq)
         if self.connected and not self._link.send(message):
             self._lost("its queue is full")

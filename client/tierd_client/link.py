@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import mmap
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ import zmq
 from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.wire import codec, messages
 from tierd.wire.errors import ProtocolError, RefusedError
+from tierd.wire.presence import PresenceTable
 
 log = logging.getLogger("tierd_client")
 
@@ -74,6 +76,8 @@ class Link:
         self.state = LinkState.DOWN
         self.control: ProcessHandle | None = None
         self.copier: ProcessHandle | None = None
+        self.presence: PresenceTable | None = None
+        """What the daemon holds, as it shows to everybody."""
         self.lease_s = 0.0
         self.connection = 0
         """Counts the registrations that were accepted."""
@@ -130,8 +134,9 @@ class Link:
         return before != (self.state, self.copier)
 
     def _on_lifeline(self, message: messages.ToLifeline, fds: list[int]) -> None:
-        if isinstance(message, messages.Welcome) and len(fds) == 2:
+        if isinstance(message, messages.Welcome) and len(fds) == 3:
             self.control, self.copier = ProcessHandle(fds[0]), ProcessHandle(fds[1])
+            self.presence = _open_presence(fds[2])
             self.lease_s = message.lease_s
             self._dealer = self._context.socket(zmq.DEALER)
             self._dealer.setsockopt(zmq.IDENTITY, message.routing_id)
@@ -208,3 +213,16 @@ class Link:
     def close(self) -> None:
         self.drop()
         self._context.destroy(linger=0)
+
+
+def _open_presence(fd: int) -> PresenceTable:
+    """Map a presence table to read; takes the descriptor over.
+
+    Raises: ProtocolError: it is none.
+    """
+    try:
+        return PresenceTable(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
+    except (OSError, ValueError) as error:
+        raise ProtocolError(f"the presence table cannot be mapped: {error}") from None
+    finally:
+        os.close(fd)

@@ -18,6 +18,7 @@ from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
 from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
 from tierd.wire.layout import COMMITTED, FREE, WRITING
+from tierd.wire.presence import PresenceTable, Salt
 
 SPAN = 4096
 """Slots that are searched at a time for free ones."""
@@ -62,8 +63,10 @@ class PagePool:
         self.shards = shards
         self.window = window
         self.policy: EvictionPolicy = WindowLru() if window else ChainLru()
-        self.on_drop: Callable[[bytes], None] | None = None
-        """Told of each page that goes."""
+        self.on_commit: Callable[[bytes], None] | None = None
+        """Told of each page that becomes visible."""
+        self.on_drop: Callable[[bytes, bool], None] | None = None
+        """Told of each page that goes, and whether it was visible."""
         self.evictions = 0
         self.hits = 0
         self.misses = 0
@@ -286,6 +289,9 @@ class PagePool:
         """All shards of these WRITING pages are in place: they are visible."""
         self._state[slots] = COMMITTED
         self._records.committed(slots)
+        if self.on_commit is not None:
+            for slot in slots.tolist():
+                self.on_commit(self._keys[slot])
 
     def abort(self, slots: Slots) -> None:
         """These WRITING pages will not come, and nothing writes to their slots any more."""
@@ -386,13 +392,14 @@ class PagePool:
         self._forget_orphan(slot)
         self.policy.remove(slot)
         key = self._keys[slot]
+        visible = self.is_committed(slot)
         del self._slots[key]
         self._keys[slot] = b""
         self._state[slot] = FREE
         self._free += 1
         self._free_in[slot // SPAN] += 1
         if self.on_drop is not None:
-            self.on_drop(key)
+            self.on_drop(key, visible)
 
     @contextmanager
     def _dropping(self) -> Iterator[Callable[[int], None]]:
@@ -410,20 +417,44 @@ class PagePool:
 class Catalog:
     """The pages of one namespace: pools by name.
 
-    `private`: an epoch that only one engine uses; it goes when that engine leaves it.
+    Args:
+        private: An epoch that only one engine uses; it goes when that engine leaves it.
+        presence: Where ranks see which pages there are.
     """
 
-    def __init__(self, digest: bytes, world_size: int, private: bool) -> None:
+    def __init__(
+        self,
+        digest: bytes,
+        world_size: int,
+        private: bool,
+        presence: PresenceTable | None = None,
+    ) -> None:
         self.digest = digest
         self.world_size = world_size
         self.private = private
         self.pools: dict[str, PagePool] = {}
+        self._presence = presence
 
     def add_pool(self, pool: PagePool) -> None:
         """Take in a new pool."""
         self.pools[pool.name] = pool
-        if not pool.window:
-            pool.on_drop = self._forget_windows
+        if pool.window:
+            return
+        salt = Salt(self.digest, pool.name)
+        presence = self._presence
+
+        def show(key: bytes) -> None:
+            if presence is not None:
+                presence.add(key, salt)
+
+        def forget(key: bytes, visible: bool) -> None:
+            if presence is not None and visible:
+                presence.remove(key, salt)
+            for other in self.pools.values():
+                if other.window:
+                    other.forget(key)
+
+        pool.on_commit, pool.on_drop = show, forget
 
     def touch_boundary(self, key: bytes, now: int) -> None:
         """A request has gone on from the boundary after this page: all it needs is as recent.
@@ -436,8 +467,3 @@ class Catalog:
             if whole is not None and pool.window:
                 slots = pool.present(whole.before(key, pool.window))
                 pool.touch(slots[slots >= 0], now)
-
-    def _forget_windows(self, key: bytes) -> None:
-        for pool in self.pools.values():
-            if pool.window:
-                pool.forget(key)

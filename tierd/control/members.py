@@ -180,7 +180,7 @@ class Members:
                     routing_id=session.routing_id,
                     lease_s=LEASE_S,
                 ),
-                [self._pidfd, copier.pidfd],
+                [self._pidfd, copier.pidfd, self._state.presence.fd],
             )
         log.info(
             "rank %d of %d of engine %s registered on %s (pid %d; %s)",

@@ -131,6 +131,7 @@ class Control:
         for copier in self._state.copiers.values():
             copier.stop(STOP_S)
         self._state.room.close()
+        self._state.presence.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

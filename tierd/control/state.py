@@ -13,6 +13,7 @@ from tierd.control.copiers import Copier, Job
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
+from tierd.memory.presence import SharedPresence
 from tierd.wire import messages
 from tierd.wire.geometry import namespace_digest, pool_layout
 
@@ -35,6 +36,7 @@ class State:
     def __init__(self, endpoint: Endpoint, config: ServeConfig) -> None:
         self.endpoint = endpoint
         self.copiers = {name: Copier(name) for name in config.devices}
+        self.presence = SharedPresence(config.memory_bytes)
         self.room = RoomKeeper(config.memory_bytes, _tell, config.pool_shares)
         self.catalogs: dict[bytes, Catalog] = {}
         self.groups: dict[str, Group] = {}
@@ -82,7 +84,7 @@ class State:
             digest = namespace_digest(group.namespace, group.world_size, group.pools, epoch)
             catalog = self.catalogs.get(digest)
             if catalog is None:
-                catalog = Catalog(digest, group.world_size, private=bool(epoch))
+                catalog = Catalog(digest, group.world_size, bool(epoch), self.presence.table)
                 self.catalogs[digest] = catalog
             group.catalogs[epoch] = catalog
             for spec in group.pools:

@@ -126,7 +126,7 @@ FromLifeline = Register | StatusRequest | ClearRequest | PauseRequest
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The rank is in. Beside it: control's pidfd and its copier's.
+    """The rank is in. Beside it: control's pidfd, its copier's, and the presence table.
 
     `routing_id` is the ZeroMQ identity that the rank must use: the proof that a hot-path message
     comes from the process at the other end of this lifeline.

@@ -1,0 +1,72 @@
+"""Misses are answered from shared memory, and nobody but control can write what it says."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import pytest
+from tier_harness import Daemon, Engine, lifeline
+
+from tierd.wire import limits
+from tierd.wire.messages import Register, Welcome
+
+Engines = Callable[..., Engine]
+
+
+def test_a_miss_costs_no_message_and_a_hit_one(daemon: Daemon, engines: Engines) -> None:
+    engine = engines(daemon.socket)
+    for n in range(50):
+        assert engine.lookup(f"never seen {n}", 4) == 0
+    assert daemon.status()["counters"]["lookups"] == 0
+    assert engine.back_up("a", 4)
+    assert engine.lookup("a", 4) == 4
+    assert daemon.status()["counters"]["lookups"] == 1
+
+
+def test_what_was_acked_is_never_missed(daemon2: Daemon, engines: Engines) -> None:
+    engine = engines(daemon2.socket, world_size=2)
+    for n in range(30):
+        assert engine.back_up(f"chain {n}", 1)
+        assert engine.lookup(f"chain {n}", 1) == 1
+
+
+def test_what_was_evicted_is_missed_without_a_message(daemon: Daemon, engines: Engines) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    daemon.clear()
+    assert engine.lookup("a", 4) == 0
+    assert daemon.status()["counters"]["lookups"] == 0
+
+
+def test_a_rank_cannot_write_the_table(daemon: Daemon, engines: Engines) -> None:
+    engine = engines(daemon.socket)
+    client = engine.client
+    message = Register(
+        protocol=limits.PROTOCOL_VERSION,
+        software="",
+        instance="another",
+        rank=0,
+        world_size=1,
+        namespace={},
+        epoch="",
+        device="host:0",
+        pid=os.getpid(),
+        next_seq=0,
+        allocations=client._exports.allocations,
+        pools=client._specs,
+    )
+    channel = lifeline(daemon.socket)
+    channel.send(message, [client._shared.fd, client._pidfd, *client._exports.fds])
+    ((welcome, fds),) = channel.wait(10.0)
+    assert isinstance(welcome, Welcome)
+    table = fds[2]
+    with pytest.raises(PermissionError):
+        mmap.mmap(table, os.fstat(table).st_size)
+    with pytest.raises(PermissionError):
+        os.pwrite(table, b"x", 0)
+    mmap.mmap(table, os.fstat(table).st_size, prot=mmap.PROT_READ).close()
+    for fd in fds:
+        os.close(fd)
+    channel.close()

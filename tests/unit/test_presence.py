@@ -1,0 +1,70 @@
+"""The presence table never denies a page that is there."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierd.wire import presence
+from tierd.wire.errors import ProtocolError
+from tierd.wire.presence import PresenceTable, Salt
+
+HERE = Salt(b"n" * 32, "kv")
+
+
+def key(n: int) -> bytes:
+    return hashlib.sha256(n.to_bytes(4, "big")).digest()
+
+
+def table(buckets: int) -> PresenceTable:
+    return PresenceTable.format(bytearray(presence.nbytes(buckets)), buckets)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=200))
+@settings(deadline=None)
+def test_what_is_there_is_never_denied_and_what_went_leaves_no_trace(
+    steps: list[tuple[int, bool]],
+) -> None:
+    small, here = table(2), set[int]()  # so small that it spills
+    for n, add in steps:
+        if add and n not in here:
+            small.add(key(n), HERE)
+            here.add(n)
+        elif not add and n in here:
+            small.remove(key(n), HERE)
+            here.discard(n)
+        assert all(small.may_have(key(n), HERE) for n in here)
+    for n in list(here):
+        small.remove(key(n), HERE)
+    assert not any(small.may_have(key(n), HERE) for n in range(60))
+
+
+def test_a_page_of_another_pool_or_namespace_is_not_there() -> None:
+    pages = table(1024)
+    pages.add(key(1), HERE)
+    assert pages.may_have(key(1), HERE)
+    assert not pages.may_have(key(1), Salt(b"n" * 32, "swa"))
+    assert not pages.may_have(key(1), Salt(b"m" * 32, "kv"))
+
+
+def test_at_the_size_that_it_is_made_for_almost_nothing_spills() -> None:
+    pages, count = table(presence.buckets_for(4000)), 4000
+    for n in range(count):
+        pages.add(key(n), HERE)
+    wrong = sum(pages.may_have(key(n), HERE) for n in range(count, 2 * count))
+    assert wrong < count // 50
+
+
+@pytest.mark.parametrize(
+    ("size", "header"),
+    [(presence.PAGE - 8, b""), (presence.PAGE, b""), (presence.PAGE, b"magic and more buckets")],
+)
+def test_what_is_no_table_is_refused(size: int, header: bytes) -> None:
+    memory = bytearray(size)
+    if header:
+        memory[:16] = presence.MAGIC.to_bytes(8, "little") + (1 << 20).to_bytes(8, "little")
+    with pytest.raises(ProtocolError, match="presence table"):
+        PresenceTable(memory)

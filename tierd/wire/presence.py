@@ -1,0 +1,104 @@
+"""The presence table: which pages the tier holds, in shared memory that every rank can read.
+
+It lets a lookup miss without a message. It may say yes of a page that is not there, and then the
+rank asks; of a page that is there and settled it does not say no.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from tierd.wire.errors import ProtocolError
+from tierd.wire.layout import PAGE
+
+MAGIC = 0x6C62745F64726574
+WIDTH = 8
+"""Fingerprints of a bucket. The ninth word counts those that found no place in it."""
+_WORDS = WIDTH + 1
+_MASK = 2**64 - 1
+
+
+class Salt:
+    """What makes one pool of one namespace differ from another: part of every fingerprint."""
+
+    def __init__(self, namespace: bytes, pool: str) -> None:
+        digest = hashlib.blake2b(namespace + pool.encode(), digest_size=16).digest()
+        self.high = int.from_bytes(digest[:8], "little")
+        self.low = int.from_bytes(digest[8:], "little")
+
+
+def nbytes(buckets: int) -> int:
+    """The size of a table of so many buckets, a power of two."""
+    return PAGE + buckets * _WORDS * 8
+
+
+def buckets_for(pages: int) -> int:
+    """How many buckets hold so many pages with few spills: half full."""
+    return max(1024, 1 << (2 * pages // WIDTH).bit_length())
+
+
+class PresenceTable:
+    """A view of a table. Only control writes; a reader may see a write half done, which is a miss
+    or a question too many, never a wrong page.
+
+    Args:
+        buffer: Mapped memory of `nbytes(buckets)` at least.
+
+    Raises: ProtocolError: not a table, or shorter than it says.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        words = memoryview(buffer).cast("B").cast("Q")
+        if len(words) * 8 < PAGE or words[0] != MAGIC:
+            raise ProtocolError("the descriptor is not a presence table")
+        buckets = words[1]
+        if buckets & (buckets - 1) or not 1 <= buckets <= 1 << 40:
+            raise ProtocolError(f"a presence table of {buckets} buckets")
+        if len(words) * 8 < nbytes(buckets):
+            raise ProtocolError(f"a presence table of {buckets} buckets in {len(words) * 8} bytes")
+        self._words = words[PAGE // 8 :]
+        self._mask = buckets - 1
+
+    @staticmethod
+    def format(buffer: Any, buckets: int) -> PresenceTable:
+        """Make an empty table of zeroed memory."""
+        words = memoryview(buffer).cast("B").cast("Q")
+        words[1] = buckets
+        words[0] = MAGIC
+        return PresenceTable(buffer)
+
+    def may_have(self, key: bytes, salt: Salt) -> bool:
+        """False: the page is not in the tier."""
+        at, fingerprint = self._place(key, salt)
+        bucket = self._words[at : at + _WORDS].tolist()
+        return bool(bucket[WIDTH]) or fingerprint in bucket[:WIDTH]
+
+    def add(self, key: bytes, salt: Salt) -> None:
+        """A page can be hit from now on."""
+        at, fingerprint = self._place(key, salt)
+        for i in range(at, at + WIDTH):
+            if not self._words[i]:
+                self._words[i] = fingerprint
+                return
+        self._words[at + WIDTH] += 1
+
+    def remove(self, key: bytes, salt: Salt) -> None:
+        """A page that was added is gone."""
+        at, fingerprint = self._place(key, salt)
+        for i in range(at, at + WIDTH):
+            if self._words[i] == fingerprint:
+                self._words[i] = 0
+                return
+        self._words[at + WIDTH] -= 1
+
+    def release(self) -> None:
+        """Let go of the buffer."""
+        self._words.release()
+
+    def _place(self, key: bytes, salt: Salt) -> tuple[int, int]:
+        """A page's first word, and its fingerprint, which is never 0. Keys are SHA-256 sums: any
+        of their bits are as good as others."""
+        bucket = (int.from_bytes(key[:8], "little") ^ salt.low) & self._mask
+        fingerprint = (int.from_bytes(key[8:16], "little") ^ salt.high) & _MASK
+        return bucket * _WORDS, fingerprint or 1
