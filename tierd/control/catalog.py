@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierd.eviction.chain_lru import ChainLru
+from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
 from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
@@ -62,7 +62,7 @@ class PagePool:
         self.host = host
         self.shards = shards
         self.window = window
-        self.policy: EvictionPolicy = WindowLru() if window else ChainLru()
+        self.policy: EvictionPolicy = WindowLru() if window else ChainReuse()
         self.on_commit: Callable[[bytes], None] | None = None
         """Told of each page that becomes visible."""
         self.on_drop: Callable[[bytes, bool], None] | None = None
