@@ -615,7 +615,7 @@ class TierClient:
             or copier is None
             or entry is None
             or not count
-            or count > self._room("restore")
+            or count > min(self._room("restore"), MAX_FLUSH_PAGES)
             or not self._can_restore()
         ):
             return FailedRestore()
