@@ -27,11 +27,14 @@ CONTINUED: follows a page that had been a leaf for a while, as a conversation's 
 REUSED: used again since it came."""
 CLASSES = 3
 
-BURST = 16
+BURST = 8
 """Uses closer together than this part of a victim's age are one: a request is looked up, pinned
 and backed up, its prompt in pieces."""
 PRIOR, LEAST_PRIOR = 0.03, 64
 """As many observations as this part of the pool, or this many, speak for all classes alike."""
+TELLING = 0.5
+"""Classes whose chances differ by less are not told apart: requests overlap, and one that is looked
+up long before it is backed up counts twice."""
 MEMORY = 16
 """Observations count half after so many poolfuls."""
 LEAST_CHANCE = 2.0**-4
@@ -123,14 +126,15 @@ class ChainReuse(ChainLru):
             self._push(slot)
 
     def _chances(self) -> list[float]:
-        """Per class, the chance that a page is used again, beside the best class: a power of two,
-        because what differs by less is not told apart."""
+        """Per class, the chance that a page is used again, beside the best class's."""
         seen = self._hits + self._losses
         prior = max(LEAST_PRIOR, PRIOR * len(self._present))
         overall = (self._hits.sum() + 1) / (seen.sum() + 1)
         chance = (self._hits + prior * overall) / (seen + prior)
-        relative = np.exp2(np.round(np.log2(chance / chance.max())))
-        return [float(c) for c in np.maximum(relative, LEAST_CHANCE)]
+        relative = chance / chance.max()
+        # In powers of two: the order of pages must not hang on noise.
+        told = np.where(relative < TELLING, np.exp2(np.round(np.log2(relative))), 1.0)
+        return [float(c) for c in np.maximum(told, LEAST_CHANCE)]
 
     def _coldest(self, chances: list[float]) -> int | None:
         """The class whose oldest leaf is to go; None if there is no leaf."""
