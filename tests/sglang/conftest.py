@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from sglang_harness import Daemon, write_model
-from tierd_client.sglang.cpu_engine import CpuEngine
-from tierd_client.sglang.cpu_pools import EngineShape
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.tree_engine import TreeEngine
+from tierd_client.sglang.tree_pools import EngineShape
 
-DEFAULT_OPERATIONS = 250
+DEFAULT_OPERATIONS = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,9 +47,15 @@ def operations(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+def tier() -> dict[str, Any]:
+    """What a test's daemon has, if not what it usually has."""
+    return {}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, tier: dict[str, Any]) -> Iterator[Daemon]:
     """A daemon that serves."""
-    daemon = Daemon(tmp_path)
+    daemon = Daemon(tmp_path, **tier)
     daemon.start()
     yield daemon
     daemon.stop()
@@ -61,16 +67,16 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_engine(daemon: Daemon, model: Path) -> Iterator[Callable[..., CpuEngine]]:
+def open_engine(daemon: Daemon, model: Path) -> Iterator[Callable[..., TreeEngine]]:
     """Opens engines of one model in this process; closes them at the end."""
     load_sglang()
     from sglang.srt.server_args import ServerArgs
 
     with ExitStack() as stack:
 
-        def open_one(**shape: Any) -> CpuEngine:
+        def open_one(**shape: Any) -> TreeEngine:
             server_args = ServerArgs(model_path=str(model))
-            engine = CpuEngine(str(daemon.socket), EngineShape(**shape), server_args=server_args)
+            engine = TreeEngine(str(daemon.socket), EngineShape(**shape), server_args=server_args)
             return stack.enter_context(engine)
 
         yield open_one

@@ -9,14 +9,14 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from tierd_client.sglang.cpu_engine import CpuEngine, Running
-from tierd_client.sglang.cpu_pools import EngineShape
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.tree_engine import Running, TreeEngine
+from tierd_client.sglang.tree_pools import EngineShape
 
 from tierd.wire.errors import RefusedError
 
 
-def serve(engine: CpuEngine, rid: str, tokens: list[int], chunk: int | None = None) -> Any:
+def serve(engine: TreeEngine, rid: str, tokens: list[int], chunk: int | None = None) -> Any:
     engine.step()
     running = engine.admit(rid, tokens)
     if chunk is None:
@@ -27,29 +27,30 @@ def serve(engine: CpuEngine, rid: str, tokens: list[int], chunk: int | None = No
     return _as_json(running)
 
 
-def drain(engine: CpuEngine) -> None:
+def drain(engine: TreeEngine) -> None:
     engine.drain()
 
 
-def evict(engine: CpuEngine) -> int:
-    return engine.evict()
+def evict(engine: TreeEngine) -> int:
+    return engine.evict(window_tokens=1 << 30, states=1 << 10)
 
 
-def flush_cache(engine: CpuEngine) -> None:
+def flush_cache(engine: TreeEngine) -> None:
     engine.flush_cache()
 
 
-def weights_change(engine: CpuEngine) -> None:
+def weights_change(engine: TreeEngine) -> None:
     engine.linker.weights_change()
     engine.weights_version += 1
 
 
-def state(engine: CpuEngine) -> Any:
+def state(engine: TreeEngine) -> Any:
     engine.tree.sanity_check()
     return {
         "connected": engine.linker.client.connected,
         "free": engine.free_tokens,
         "locked": engine.locked_tokens,
+        "unaccounted": sum(engine.unaccounted().values()),
         "kept": engine.linker.stats.kept,
         "offered": engine.linker.stats.offered,
     }
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--core", default="python")
     parser.add_argument("--page", type=int, default=4)
+    parser.add_argument("--shape", type=json.loads, default={}, help="more of EngineShape")
     parser.add_argument("--group", nargs=3, metavar=("RENDEZVOUS", "RANK", "WORLD"))
     arguments = parser.parse_args()
     group = None
@@ -76,10 +78,10 @@ def main() -> None:
     load_sglang()
     from sglang.srt.server_args import ServerArgs
 
-    shape = EngineShape(page_tokens=arguments.page, core=arguments.core)
+    shape = EngineShape(page_tokens=arguments.page, core=arguments.core, **arguments.shape)
     server_args = ServerArgs(model_path=arguments.model)
     try:
-        engine = CpuEngine(arguments.socket, shape, server_args=server_args, group=group)
+        engine = TreeEngine(arguments.socket, shape, server_args=server_args, group=group)
     except RefusedError as error:
         _say(refused=str(error))
         return

@@ -20,12 +20,19 @@ DEADLINE_S = 60.0
 
 
 class Daemon:
-    """`tierd serve` on the host backend."""
+    """`tierd serve`, by default on the host backend with two devices."""
 
-    def __init__(self, directory: Path, memory: str = "256MiB", devices: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        memory: str = "256MiB",
+        devices: str = "host:2",
+        flags: Sequence[str] = (),
+    ) -> None:
         self.socket = directory / "tierd.sock"
         self._memory = memory
-        self._devices = f"host:{devices}"
+        self._devices = devices
+        self._flags = flags
         self._log = directory / "daemon.log"
         self._process: subprocess.Popen[str] | None = None
 
@@ -36,6 +43,7 @@ class Daemon:
                 [
                     *(sys.executable, "-m", "tierd", "serve", "--socket", str(self.socket)),
                     *("--devices", self._devices, "--memory", self._memory, "--no-memory-check"),
+                    *self._flags,
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -70,7 +78,7 @@ class Daemon:
 
 
 class EngineProcess:
-    """A `CpuEngine` in a process of its own, one rank of an engine.
+    """A `TreeEngine` in a process of its own, one rank of an engine.
 
     A call sends its command and returns; `answer` waits for the result. The ranks of a group
     agree in collectives, so all of them must have been told before one is waited for.

@@ -17,7 +17,7 @@ from sglang_pools import (
     sliding_window,
     walk,
 )
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
 
 from tierd.wire.errors import ConfigError, RefusedError
 

@@ -213,7 +213,7 @@ def test_a_process_knows_when_it_began() -> None:
 
 @pytest.mark.sglang
 def test_sglang_still_has_every_field_that_is_looked_at() -> None:
-    from tierd_client.sglang.cpu_sglang import stand_in_for_torchvision
+    from tierd_client.sglang.imports import stand_in_for_torchvision
 
     stand_in_for_torchvision()
     from sglang.srt.server_args import ServerArgs

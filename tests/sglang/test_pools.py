@@ -19,7 +19,7 @@ from sglang_pools import (
     walk,
 )
 from tierd_client.pools import DevicePool, describe
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
 
 pytestmark = pytest.mark.sglang
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_two_ranks_back_up_and_restore_as_one(daemon: Daemon, model: Path, tmp_p
         assert both(ranks, "serve", rid="g", tokens=[*tokens, 1])["loaded"] == 0
         both(ranks, "drain")
         assert both(ranks, "state")["locked"] == 0
+
+
+@pytest.mark.parametrize("tier", [{"memory": "1GiB"}], ids=["roomy"])
+def test_two_ranks_of_a_hybrid_model_resume_at_the_same_places(
+    daemon: Daemon, model: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(1, 128)
+    hybrid = json.dumps({"window": 10, "states": 16, "layers": 6})
+    arguments = group(tmp_path, "--core", "rust", "--page", "1", "--shape", hybrid)
+    with engine_processes(daemon, model, arguments) as ranks:
+        ready(ranks)
+        both(ranks, "serve", rid="a", tokens=tokens, chunk=32)  # a state at each end
+        both(ranks, "drain")
+        both(ranks, "evict")
+        served = both(ranks, "serve", rid="b", tokens=[*tokens[:100], *prompt(2, 20)])
+        assert (served["loaded"], served["wrong"]) == (96, 0)
+        both(ranks, "drain")
+        both(ranks, "evict")
+        served = both(ranks, "serve", rid="c", tokens=[*tokens, 1])
+        assert (served["loaded"], served["wrong"]) == (128, 0)
+        both(ranks, "drain")
+        state = both(ranks, "state")
+        assert (state["locked"], state["unaccounted"]) == (0, 0)
 
 
 def test_two_ranks_that_differ_are_refused_by_both(

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from sglang_harness import Daemon, prompt, until, write_model
-from tierd_client.sglang.cpu_engine import CpuEngine
-from tierd_client.sglang.cpu_pools import EngineShape
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.tree_engine import TreeEngine
+from tierd_client.sglang.tree_pools import EngineShape
 
 pytestmark = pytest.mark.sglang
-Open = Callable[..., CpuEngine]
+Open = Callable[..., TreeEngine]
 
 
-def connected(engine: CpuEngine) -> Callable[[], bool]:
+def connected(engine: TreeEngine) -> Callable[[], bool]:
     def look() -> bool:
         engine.step()
         return engine.linker.client.connected
@@ -35,7 +35,7 @@ def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
     tokens = prompt(1, 64)
     with (
         caplog.at_level(logging.WARNING),
-        CpuEngine(str(daemon.socket), EngineShape(core="rust"), server_args=server_args) as engine,
+        TreeEngine(str(daemon.socket), EngineShape(core="rust"), server_args=server_args) as engine,
     ):
         for turn in range(20):
             assert engine.serve(f"early {turn}", tokens).loaded == 0

@@ -7,16 +7,15 @@ After each of them every slot of every pool is free or the tree's, and all reuse
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sglang_harness import Daemon
-from tierd_client.sglang.cpu_engine import CpuEngine, Running
+from tierd_client.sglang.tree_engine import Running, TreeEngine
 
 pytestmark = pytest.mark.sglang
-Open = Callable[..., CpuEngine]
+Open = Callable[..., TreeEngine]
 
 CHUNK_MIB = 64
 
@@ -31,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "page_tokens": 4,
         "pool_tokens": 1024,
         "window": 6,
-        "window_pool_tokens": 400,
+        "window_pool_tokens": 832,
     },
     "state": {"page_tokens": 1, "pool_tokens": 1024, "states": 64},
     "latent-state": {
@@ -52,19 +51,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, name: str) -> Iterator[Daemon]:
-    """A daemon with one chunk of memory for each pool of the engine."""
+def tier(name: str) -> dict[str, Any]:
+    """One chunk of memory for each pool of the engine."""
     pools = 1 + ("window" in ENGINES[name]) + ("states" in ENGINES[name])
-    daemon = Daemon(tmp_path, memory=f"{CHUNK_MIB * pools}MiB", devices=1)
-    daemon.start()
-    yield daemon
-    daemon.stop()
+    return {"memory": f"{CHUNK_MIB * pools}MiB", "devices": "host"}
 
 
 class Users:
     """Users of an engine: conversations that share beginnings, grow, and come back."""
 
-    def __init__(self, engine: CpuEngine, seed: int) -> None:
+    def __init__(self, engine: TreeEngine, seed: int) -> None:
         self.engine = engine
         self.rng = random.Random(seed)
         self.served = 0

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from sglang_harness import Daemon, prompt
-from tierd_client.sglang.cpu_engine import CpuEngine
+from tierd_client.sglang.tree_engine import TreeEngine
 
 pytestmark = pytest.mark.sglang
-Open = Callable[..., CpuEngine]
+Open = Callable[..., TreeEngine]
 
 SHAPES = [
     {"core": core, "page_tokens": page, "pool_tokens": 512 if page == 64 else 256}

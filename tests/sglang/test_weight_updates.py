@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from sglang_harness import Daemon, prompt
 from tierd_client.sglang import weights
-from tierd_client.sglang.cpu_engine import CpuEngine
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.tree_engine import TreeEngine
 
 from tierd.wire.errors import RefusedError
 
 pytestmark = pytest.mark.sglang
-Open = Callable[..., CpuEngine]
+Open = Callable[..., TreeEngine]
 
 
 class Scheduler:
     """The part of SGLang's scheduler that its weight updater calls."""
 
-    def __init__(self, engine: CpuEngine) -> None:
+    def __init__(self, engine: TreeEngine) -> None:
         self.engine = engine
 
     def record_weight_version_change(self, new_version: str | None) -> None:
@@ -35,7 +35,7 @@ class Scheduler:
         return True
 
 
-def updater_of(engine: CpuEngine) -> Any:
+def updater_of(engine: TreeEngine) -> Any:
     """SGLang's real weight updater, over a runner whose weights are the engine's version."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
@@ -61,7 +61,7 @@ def updater_of(engine: CpuEngine) -> Any:
     return updater
 
 
-def update_from_disk(engine: CpuEngine, *, flush_cache: bool) -> None:
+def update_from_disk(engine: TreeEngine, *, flush_cache: bool) -> None:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     request = UpdateWeightFromDiskReqInput(model_path="/new", flush_cache=flush_cache)

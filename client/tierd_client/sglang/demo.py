@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tierd_client.sglang.cpu_engine import CpuEngine
-from tierd_client.sglang.cpu_pools import EngineShape
+from tierd_client.sglang.tree_engine import TreeEngine
+from tierd_client.sglang.tree_pools import EngineShape
 
 _VOCABULARY = 50_000
 _SHAPE = EngineShape(page_tokens=16, pool_tokens=1536, layers=8, heads=8, head_dim=128)
@@ -44,7 +44,7 @@ def run(
     requests = aborted = checked = wrong = 0
     prompt_tokens = device_tokens = lost_tokens = loaded_tokens = 0
     total = conversations * turns
-    with CpuEngine(socket, shape) as engine:
+    with TreeEngine(socket, shape) as engine:
         for turn in range(turns):
             for number, history in enumerate(histories):
                 before = len(history) // shape.page_tokens * shape.page_tokens

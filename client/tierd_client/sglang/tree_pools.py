@@ -1,5 +1,4 @@
-"""SGLang's pools and allocators of small models of every kind, on the CPU, and what their memory
-must hold.
+"""SGLang's pools and allocators of small models of every kind, and what their memory must hold.
 
 A layer has full attention, a sliding window or a recurrent state. What it keeps of a token is a
 fixed function of the tokens up to it, of the layer and of the weights' version, so that every byte
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -22,11 +21,13 @@ import torch
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 
-Kind = Literal["mha", "hnd", "fp4", "mla"]
+Kind = Literal["mha", "hnd", "fp4", "mxfp8", "mla", "dsa"]
 Role = Literal["full", "swa", "state"]
 
-REQUESTS = 16
-"""Requests that can run at once."""
+_SCALED: dict[Kind, Callable[[types.SimpleNamespace], Any]] = {
+    "fp4": lambda sg: sg.MHATokenToKVPoolFP4,
+    "mxfp8": lambda sg: sg.MHATokenToKVPoolMXFP8,
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class EngineShape:
     Attributes:
         pool_tokens: A multiple of `page_tokens`.
         core: SGLang's tree core, "python" or "rust".
-        kind: What attention keeps: K and V of heads by token, the same with a page's heads first,
-            both in four bits with their scales, or one latent row.
+        kind: What attention keeps: K and V of heads by token; the same with a page's heads first;
+            both in four or eight bits with scales; one latent row; or that beside an indexer's
+            keys (pages of 64 tokens).
         window: Tokens of a sliding window; with 0 no layer has one.
         window_pool_tokens: 0 is as many as `pool_tokens`.
         states: Slots for recurrent states; with 0 no layer has one. Needs pages of one token.
+        draft_layers: Layers of a draft model that keeps K and V in the same token slots.
+        requests: How many can run at once.
+        device: Where the pools lie, in torch's words.
     """
 
     page_tokens: int = 4
@@ -53,6 +58,9 @@ class EngineShape:
     window: int = 0
     window_pool_tokens: int = 0
     states: int = 0
+    draft_layers: int = 0
+    requests: int = 16
+    device: str = "cpu"
 
     def role(self, layer: int) -> Role:
         """The kinds of layers take turns; full attention comes last."""
@@ -82,43 +90,35 @@ class Rows(NamedTuple):
     number: int
     page_tokens: int = 0
 
-    def read(self, slots: torch.Tensor) -> U8:
-        """Shape: (len(slots), row bytes)."""
-        found: U8 = self._bytes()[self._at(slots)].reshape(len(slots), -1)
-        return found
-
     def write(self, slots: torch.Tensor, states: U64) -> None:
         """Store what these slots must hold."""
-        memory = self._bytes()
+        memory = self.tensor.view(torch.uint8)
         shape = memory[self._at(slots[:1])].shape[1:]
-        rows = token_rows(states, self.number, math.prod(shape))
-        memory[self._at(slots)] = rows.reshape(-1, *shape)
+        rows = torch.from_numpy(token_rows(states, self.number, math.prod(shape)))
+        memory[self._at(slots)] = rows.reshape(-1, *shape).to(memory.device)
 
     def compare(self, slots: torch.Tensor, states: U64) -> tuple[int, int]:
         """Bytes that differ from what these slots must hold, and bytes read."""
         if not len(slots):
             return 0, 0
-        found = self.read(slots)
+        memory = self.tensor.view(torch.uint8)
+        found = memory[self._at(slots)].reshape(len(slots), -1).cpu().numpy()
         want = token_rows(states, self.number, found.shape[1])
         same = np.array_equal(found, want)
         return 0 if same else int(np.count_nonzero(found != want)), found.size
 
-    def _bytes(self) -> U8:
-        memory: U8 = self.tensor.view(torch.uint8).numpy()
-        return memory
-
     def _at(self, slots: torch.Tensor) -> tuple[Any, ...]:
-        at = slots.numpy()
         if not self.page_tokens:
-            return (at,)
-        return (at // self.page_tokens, slice(None), at % self.page_tokens)
+            return (slots,)
+        return (slots // self.page_tokens, slice(None), slots % self.page_tokens)
 
 
-class CpuPools:
+class TreePools:
     """One rank's pools.
 
     Attributes:
         requests, kv, allocator: SGLang's `ReqToTokenPool`, `KVCache` and KV allocator.
+        drafts: The `KVCache` of the draft model, if there is one.
         components: SGLang's `ComponentType`s of a tree over them.
     """
 
@@ -135,6 +135,7 @@ class CpuPools:
         ):
             self.kv = _kv(sg, shape, self.requests)
         self.allocator = _allocator(sg, shape, self.kv)
+        self.drafts = (_draft(sg, shape),) if shape.draft_layers else ()
 
     # --- token slots ------------------------------------------------------------------------
 
@@ -207,19 +208,30 @@ class CpuPools:
             cache = self.requests.mamba_pool.mamba_cache
             states = [cache.temporal[index], *(conv[index] for conv in cache.conv)]
             return [Rows(tensor, number + n) for n, tensor in enumerate(states)]
-        if self.shape.kind == "mla":
-            return [Rows(self.kv.get_key_buffer(layer), number)]
-        if self.shape.kind == "fp4":
-            # Its accessors hand out copies in full width, after the same wait.
+        if self.shape.kind in _SCALED:
+            # The accessors hand out copies in full width, after the same wait.
             self.kv.layer_transfer_counter.wait_until(layer)
             sides = ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")
             tensors = [getattr(self.kv, side)[layer] for side in sides]
             return [Rows(tensor, number + n) for n, tensor in enumerate(tensors)]
+        if self.shape.kind in ("mla", "dsa"):
+            latent = Rows(self.kv.get_key_buffer(layer), number)
+            if self.shape.kind == "mla":
+                return [latent]
+            pages = self.kv.get_index_k_with_scale_buffer(layer)
+            keys = pages.view(len(pages), 1, self.shape.page_tokens, -1)
+            return [latent, Rows(keys, number + 1, self.shape.page_tokens)]
         page_tokens = self.shape.page_tokens if self.shape.kind == "hnd" else 0
         return [
             Rows(tensor, number + n, page_tokens)
             for n, tensor in enumerate(self.kv.get_kv_buffer(layer))
         ]
+
+    def draft_tensors(self) -> list[Rows]:
+        """What a draft model reads and writes of the same tokens."""
+        number = 16 * self.shape.layers
+        tensors = [tensor for draft in self.drafts for tensor in (*draft.k_buffer, *draft.v_buffer)]
+        return [Rows(tensor, number + n) for n, tensor in enumerate(tensors)]
 
 
 def chain_states(tokens: Sequence[int], weights_version: int) -> U64:
@@ -245,9 +257,9 @@ def token_rows(states: U64, number: int, row_bytes: int) -> U8:
 
 def _requests(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
     sizes = {
-        "size": REQUESTS,
+        "size": shape.requests,
         "max_context_len": shape.pool_tokens + shape.page_tokens,
-        "device": "cpu",
+        "device": shape.device,
         "enable_memory_saver": False,
     }
     if not shape.states:
@@ -265,7 +277,7 @@ def _requests(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
     return sg.HybridReqToTokenPool(
         **sizes,
         mamba_size=shape.states,
-        mamba_spec_state_size=REQUESTS,
+        mamba_spec_state_size=shape.requests,
         cache_params=sg.Mamba2CacheParams(shape=state, layers=layers),
         mamba_layer_ids=layers,
         enable_mamba_extra_buffer=False,
@@ -277,7 +289,7 @@ def _kv(sg: types.SimpleNamespace, shape: EngineShape, requests: Any) -> Any:
         "size": shape.pool_tokens,
         "page_size": shape.page_tokens,
         "dtype": torch.bfloat16,
-        "device": "cpu",
+        "device": shape.device,
         "enable_memory_saver": False,
     }
     heads = {"head_num": shape.heads, "head_dim": shape.head_dim}
@@ -300,8 +312,30 @@ def _kv(sg: types.SimpleNamespace, shape: EngineShape, requests: Any) -> Any:
         )
     if shape.kind == "mla":
         return sg.MLATokenToKVPool(**sizes, **latent, layer_num=shape.layers)
-    pool = sg.MHATokenToKVPoolFP4 if shape.kind == "fp4" else sg.MHATokenToKVPool
+    if shape.kind == "dsa":
+        return sg.DSATokenToKVPool(
+            **sizes,
+            **latent,
+            layer_num=shape.layers,
+            kv_cache_dim=sum(latent.values()),
+            index_head_dim=128,
+            index_buf_size=shape.pool_tokens,
+        )
+    pool = _SCALED[shape.kind](sg) if shape.kind in _SCALED else sg.MHATokenToKVPool
     return pool(**sizes, **heads, layer_num=shape.layers)
+
+
+def _draft(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
+    return sg.MHATokenToKVPool(
+        size=shape.pool_tokens,
+        page_size=shape.page_tokens,
+        dtype=torch.bfloat16,
+        head_num=1,
+        head_dim=shape.head_dim,
+        layer_num=shape.draft_layers,
+        device=shape.device,
+        enable_memory_saver=False,
+    )
 
 
 def _allocator(sg: types.SimpleNamespace, shape: EngineShape, kv: Any) -> Any:
@@ -311,12 +345,12 @@ def _allocator(sg: types.SimpleNamespace, shape: EngineShape, kv: Any) -> Any:
             size_swa=shape.windows_tokens,
             page_size=shape.page_tokens,
             dtype=torch.bfloat16,
-            device="cpu",
+            device=shape.device,
             kvcache=kv,
             need_sort=False,
         )
     if shape.page_tokens == 1:
-        return sg.TokenToKVPoolAllocator(shape.pool_tokens, torch.bfloat16, "cpu", kv, False)
+        return sg.TokenToKVPoolAllocator(shape.pool_tokens, torch.bfloat16, shape.device, kv, False)
     return sg.PagedTokenToKVPoolAllocator(
-        shape.pool_tokens, shape.page_tokens, torch.bfloat16, "cpu", kv, False
+        shape.pool_tokens, shape.page_tokens, torch.bfloat16, shape.device, kv, False
     )

@@ -1,4 +1,4 @@
-"""SGLang without a GPU: what the CPU engine needs of it, and how to import that."""
+"""What a tree engine needs of SGLang, imported also where there is no GPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def load_sglang() -> types.SimpleNamespace:
         "sglang.srt.mem_cache.cache_init_params": ("CacheInitParams",),
         "sglang.srt.mem_cache.common": ("checkpoint_kv_cache", "release_kv_cache"),
         "sglang.srt.mem_cache.memory_pool": (
+            "DSATokenToKVPool",
             "HybridLinearKVPool",
             "HybridReqToTokenPool",
             "MHATokenToKVPool",

@@ -1,6 +1,7 @@
-"""SGLang's own tree, wrapper, allocators and KV pools on the CPU, driven as its scheduler does.
+"""SGLang's own tree, wrapper, allocators and KV pools, driven as its scheduler does.
 
-For the demo and the tests. Only the model is missing: see `cpu_pools` for what takes its place.
+For the demo and the tests, on the CPU or a GPU. Only the model is missing: see `tree_pools` for
+what takes its place.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tierd_client.sglang.cpu_pools import CpuPools, EngineShape, chain_states
-from tierd_client.sglang.cpu_sglang import load_sglang
+from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.tree_pools import EngineShape, TreePools, chain_states
 
 _DEFAULT_SHAPE = EngineShape()
 
@@ -41,7 +42,7 @@ class Running:
     aborted: bool = False
 
 
-class CpuEngine:
+class TreeEngine:
     """One rank of an engine. A context manager; while it is open, SGLang's process-wide settings
     are this engine's.
 
@@ -75,7 +76,10 @@ class CpuEngine:
             )
         )
         try:
-            self.pools = CpuPools(sg, shape)
+            if shape.device == "cpu":
+                # What is copied at a time is too small to be shared between threads.
+                torch.set_num_threads(1)
+            self.pools = TreePools(sg, shape)
             params = sg.CacheInitParams(
                 disable=False,
                 req_to_token_pool=self.pools.requests,
@@ -84,6 +88,7 @@ class CpuEngine:
                 sliding_window_size=shape.window or None,
                 tree_components=self.pools.components,
                 tree_core_backend=shape.core,
+                sidecar_draft_device_pools=self.pools.drafts,
                 tp_cache_group=group,
                 attn_tp_cache_group=group,
             )
@@ -102,7 +107,7 @@ class CpuEngine:
             raise
         self._sg = sg
 
-    def __enter__(self) -> CpuEngine:
+    def __enter__(self) -> TreeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -292,7 +297,8 @@ class CpuEngine:
         # The rest of a page that has been begun is this request's already.
         begun = min(-start % page, end - start)
         if begun:
-            row[start : start + begun] = row[start - 1] + torch.arange(1, begun + 1)
+            more = torch.arange(1, begun + 1, device=row.device)
+            row[start : start + begun] = row[start - 1] + more
         fresh = end - start - begun
         if fresh:
             slots = self._allocate(-(-fresh // page) * page)
@@ -324,4 +330,10 @@ class CpuEngine:
                     rows.write(own[start:], chain[start:])
                 checked += size
                 wrong += differing
+        # A draft model waits for nothing: it reads after the target has waited for every layer.
+        for rows in self.pools.draft_tensors():
+            differing, size = rows.compare(slots[:start], chain[:start])
+            rows.write(slots[start:], chain[start:])
+            checked += size
+            wrong += differing
         return checked, wrong
