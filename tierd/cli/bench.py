@@ -1,10 +1,14 @@
-"""`tierd bench`: measurements that need no engine. `tierd bench eviction` replays traces."""
+"""`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
+import signal
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,9 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tierd.bench import scheduler as scheduler_report
 from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
+from tierd.cli.demo_processes import Line, running_daemon, running_group
+from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
 from tierd.wire.errors import ConfigError
 
@@ -26,6 +33,7 @@ Examples:
 
 - `tierd bench eviction`: three generated workloads, four sizes, behind no GPU cache and a small one
 - `tierd bench eviction --trace conversation_trace.jsonl --page-tokens 512`: a trace of your own
+- `tierd bench scheduler --quick`: what each tier costs SGLang's scheduler thread
 """
 
 EVICTION_EPILOG = """
@@ -45,17 +53,35 @@ A trace has one JSON object a line: {"hash_ids": [7, 8, 9]}, the blocks of a req
 order; a "timestamp" orders the requests. The public Mooncake traces are in this format.
 """
 
+SCHEDULER_EPILOG = """
+SGLang's own radix tree (0.5.23) serves the same requests with no host tier, with a linker that
+keeps nothing, with HiCache writing through, and with a daemon, in turns in one process. All times
+are of the scheduler's thread, in microseconds, p50 and p99.
+
+Rows: "each", one request's way into the tree when its step ends; "flush", what hands the step's
+nodes to the tier; "acks", reading and releasing all of them; then idle iterations, and matches of
+prompts that are in the tier or nowhere ("lookup" is the linker's part of the match, "again" one
+that is leased already).
+
+Examples:
+
+- `tierd bench scheduler`: on a GPU if there is one, else on the CPU
+- `tierd bench scheduler --quick --json | jq '.rows[] | select(.tier == "tierd")'`
+"""
+
+SCHEDULER_SERVE = {
+    "host": ["--devices", "host:1", "--pool", "kv=0.2%", "--pool", "swa=0.2%"],
+    "cuda": ["--pool", "kv=25%", "--pool", "swa=25%"],
+}
+"""Flags of the daemon. Its presence table has room for as many pages of 64 KiB as fit into its
+memory; the pools of the measurement have smaller ones, and get a smaller part of it."""
+
 app = typer.Typer(
-    help="Measure what needs no engine and no GPU.",
+    help="Measure what a tier costs, and what it keeps.",
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-
-
-@app.callback()
-def _group() -> None:
-    """A group of commands, also while it has one only."""
 
 
 @app.command(epilog=EVICTION_EPILOG)
@@ -101,6 +127,55 @@ def eviction(
         typer.echo(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
     else:
         _print_whole(as_table(found))
+
+
+@app.command(epilog=SCHEDULER_EPILOG)
+def scheduler(
+    device: Annotated[
+        Literal["auto", "host", "cuda"], typer.Option(help="Where SGLang's KV pools lie.")
+    ] = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and repetitions: half the time.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a host tier costs SGLang's scheduler thread: tierd, HiCache, none."""
+    for package in ("torch", "sglang"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"this needs {package}: `pip install sglang==0.5.23` (on a CPU with --no-deps, "
+                "after the packages in tests/sglang/requirements.txt)"
+            )
+    gpus = visible_gpus() if device != "host" else []
+    if device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: CUDA sees no GPU here; choose `--device host`")
+    kind = "cuda" if gpus else "host"
+    serve = ["--memory", "64GiB", "--no-memory-check", *SCHEDULER_SERVE[kind]]
+    serve += ["--devices", gpus[0]] if gpus else []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as name, _progress() as progress:
+        directory = Path(name)
+        socket = directory / "tierd.sock"
+        command = [sys.executable, "-m", "tierd_client.bench.scheduler", "--socket", str(socket)]
+        command += ["--device", "cuda" if gpus else "cpu", *(["--quick"] if quick else [])]
+        task = progress.add_task("starting", total=1.0)
+
+        def on_progress(line: Line) -> None:
+            progress.update(task, completed=line["done"], description=line["text"])
+
+        with (
+            running_daemon(socket, serve, directory / "daemon.log"),
+            running_group([command], [directory / "sglang.log"], on_progress) as (result,),
+        ):
+            pass
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    print(scheduler_report.machine_line(result["machine"]))
+    for line in result["left_out"]:
+        print(line)
+    _print_whole(scheduler_report.as_table(result["rows"]))
+    print(scheduler_report.memory_line(result["client_memory"]))
 
 
 def parse_sizes(flag: str, text: str, least: int) -> list[Size]:

@@ -1,0 +1,383 @@
+"""What a tier costs SGLang's scheduler thread: the same requests, one tier after the other.
+
+Started by `tierd bench scheduler`. Prints JSON lines: progress, then `result`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tierd_client.bench.scheduler_tree import TIERS, WITHOUT_GPU, SchedulerTree, TierName
+from tierd_client.sglang.tree_pools import EngineShape
+
+IDLE_CALLS = 200
+MATCHES = 20
+BATCHES = (1, 8, 64)
+MATCH_PAGES = (100, 1000)
+REQUESTS = 96
+_VOCABULARY = 50_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of engine and of request.
+
+    Attributes:
+        pages: Of a request's prompt.
+        window: Tokens of sliding windows; 0 is none.
+        states: Whether layers have recurrent states.
+        matches: Whether lookups are measured, too.
+    """
+
+    page_tokens: int
+    pages: int
+    core: str
+    window: int = 0
+    states: bool = False
+    matches: bool = False
+
+    @property
+    def components(self) -> str:
+        return "FULL" + "+SWA" * bool(self.window) + "+Mamba" * self.states
+
+    @property
+    def name(self) -> str:
+        tokens = f"{self.page_tokens} token" + "s" * (self.page_tokens > 1)
+        return f"{self.components}, {self.pages} pages of {tokens}, {self.core} core"
+
+    def shape(self, device: str) -> EngineShape:
+        """A device that holds twice what the largest step does: from its third step on, every
+        tier evicts. Small rows: what they hold costs the scheduler nothing."""
+        step = BATCHES[-1] * self.pages
+        pages = max(2 * step, MATCH_PAGES[-1] + self.pages if self.matches else 0)
+        return EngineShape(
+            page_tokens=self.page_tokens,
+            pool_tokens=pages * self.page_tokens,
+            layers=4 if device == "cpu" else 16,
+            heads=1 if device == "cpu" else 2,
+            head_dim=8 if device == "cpu" else 64,
+            core=self.core,
+            window=self.window,
+            states=2 * REQUESTS if self.states else 0,
+            requests=REQUESTS,
+            device=device,
+        )
+
+
+def cases(quick: bool) -> list[Case]:
+    """One-token pages have 1,024 tokens a request, as 16 pages of 64 have."""
+    found = []
+    for core in ("rust", "python"):
+        found.append(Case(64, 16, core, matches=True))
+        found.append(Case(1, 1024, core, matches=True))
+        if not quick:
+            found.append(Case(64, 64, core))
+            found.append(Case(64, 16, core, window=128))
+            found.append(Case(1, 1024, core, window=128, states=True))
+    return found
+
+
+class Row(NamedTuple):
+    """A distribution. `batch`: requests that finish in the step, or pages of the lookup; 0 where
+    there is neither."""
+
+    case: str
+    tier: str
+    metric: str
+    batch: int
+    p50_us: float
+    p99_us: float
+    samples: int
+
+
+Samples = dict[tuple[str, int], list[int]]
+"""Nanoseconds, by metric and batch."""
+
+
+class Bench:
+    """All tiers of one case, and what has been measured of them."""
+
+    def __init__(self, case: Case, device: str, socket: str) -> None:
+        self.case = case
+        self._stack = contextlib.ExitStack()
+        self._samples: Mapping[str, Samples] = defaultdict(lambda: defaultdict(list))
+        self._shape = case.shape(device)
+        self._trees: dict[TierName, SchedulerTree] = {}
+        self._numbers = count()
+        with contextlib.ExitStack() as stack:
+            for tier in TIERS:
+                self._trees[tier] = stack.enter_context(SchedulerTree(tier, self._shape, socket))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, rounds: int, steps: int, progress: Callable[[], None]) -> None:
+        """Warm up until every tier evicts, then measure; a round starts with another tier than the
+        one before."""
+        for tier in TIERS:
+            with self._trees[tier].settings():
+                for _ in range(4):
+                    self._step(self._trees[tier], BATCHES[-1], defaultdict(list))
+            progress()
+        gc.collect()
+        gc.freeze()  # as an engine does when it is warm
+        for number in range(rounds):
+            for turn in range(len(TIERS)):
+                tier = TIERS[(number + turn) % len(TIERS)]
+                tree, samples = self._trees[tier], self._samples[tier]
+                with tree.settings():
+                    self._measure(tree, steps, samples)
+                progress()
+        gc.unfreeze()
+
+    def rows(self) -> list[Row]:
+        found = []
+        for tier, samples in self._samples.items():
+            for (metric, batch), values in samples.items():
+                p50, p99 = np.percentile(np.array(values) / 1000, (50, 99))
+                found.append(
+                    Row(
+                        self.case.name,
+                        tier,
+                        metric,
+                        batch,
+                        round(float(p50), 2),
+                        round(float(p99), 2),
+                        len(values),
+                    )
+                )
+        return found
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _measure(self, tree: SchedulerTree, steps: int, samples: Samples) -> None:
+        for batch in BATCHES:
+            for _ in range(steps if batch > 1 else 4 * steps):
+                self._step(tree, batch, samples)
+        if tree.linker is not None:
+            with _timed(tree, "offload", samples):
+                self._step(tree, BATCHES[-1], defaultdict(list))
+            for _ in range(IDLE_CALLS):
+                with _clock(samples["no acks waiting", 0]):
+                    tree.linker.num_completed_offloads()
+        for _ in range(IDLE_CALLS):
+            with _clock(samples["check_hicache_events, idle", 0]):
+                tree.tree.check_hicache_events()
+        if self.case.matches:
+            for pages in MATCH_PAGES:
+                self._match(tree, pages, samples)
+
+    def _step(self, tree: SchedulerTree, batch: int, samples: Samples) -> None:
+        requests = []
+        for _ in range(batch):
+            request = tree.new_request(self._rid(), self._prompt(self.case.pages))
+            tree.match(request)
+            tree.admit(request)
+            requests.append(request)
+        tree.settle()
+        for request in requests:
+            with _clock(samples["finish, a request", batch]):
+                tree.finish(request)
+        with _clock(samples["flush, a step", batch]):
+            tree.submit()
+        drained = tree.drain()
+        if tree.tier != "none":
+            samples["acks, a step", batch].append(drained)
+
+    def _match(self, tree: SchedulerTree, pages: int, samples: Samples) -> None:
+        """Lookups of prompts that no tier has, and of one that is in the tier alone."""
+        for _ in range(MATCHES):
+            request = tree.new_request(self._rid(), self._prompt(pages))
+            self._lookup(tree, request, "match, miss", pages, 0, samples)
+            tree.forget(request)
+        if tree.tier in ("none", "noop"):
+            return
+        tree.evict_all()
+        prompt = self._prompt(pages)
+        request = tree.new_request(self._rid(), prompt)
+        tree.match(request)
+        tree.admit(request)
+        tree.finish(request)
+        tree.submit()
+        tree.drain()
+        tree.evict_all()
+        # SGLang leaves a prompt's last token to be computed, and with it its page.
+        prompt.append(0)
+        for _ in range(MATCHES):
+            request = tree.new_request(self._rid(), prompt)
+            hit = pages * self.case.page_tokens
+            self._lookup(tree, request, "match, first hit", pages, hit, samples)
+            self._lookup(tree, request, "match, hit again", pages, hit, samples)
+            tree.forget(request)
+
+    def _lookup(
+        self,
+        tree: SchedulerTree,
+        request: Any,
+        metric: str,
+        pages: int,
+        hit: int,
+        samples: Samples,
+    ) -> None:
+        """Match once, and time the linker's part of it, too."""
+        tree.settle()
+        if tree.linker is None:
+            with _clock(samples[metric, pages]):
+                found = tree.match(request)
+        else:
+            own: Samples = defaultdict(list)
+            with _timed(tree, "lookup", own), _clock(samples[metric, pages]):
+                found = tree.match(request)
+            samples[metric.replace("match", "lookup"), pages] += own["lookup", 0]
+        if found != hit:
+            raise RuntimeError(
+                f"{self.case.name}, {tree.tier}: {metric} of {pages} pages found {found} tokens, "
+                f"not {hit}"
+            )
+
+    def _rid(self) -> str:
+        return f"r{next(self._numbers)}"
+
+    def _prompt(self, pages: int) -> list[int]:
+        """A prompt that shares no prefix with any other."""
+        number = next(self._numbers)
+        rest = pages * self.case.page_tokens - 1
+        return [number, *random.Random(number).choices(range(_VOCABULARY), k=rest)]
+
+
+@contextlib.contextmanager
+def _clock(into: list[int]) -> Iterator[None]:
+    start = time.perf_counter_ns()
+    yield
+    into.append(time.perf_counter_ns() - start)
+
+
+class _Timed:
+    """A linker of which one method is timed."""
+
+    def __init__(self, linker: Any, method: str, samples: list[int]) -> None:
+        self._linker = linker
+        call = getattr(linker, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = call(*args, **kwargs)
+            samples.append(time.perf_counter_ns() - start)
+            return result
+
+        setattr(self, method, timed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._linker, name)
+
+
+@contextlib.contextmanager
+def _timed(tree: SchedulerTree, method: str, samples: Samples) -> Iterator[None]:
+    """Time one method of a tree's linker while this is open."""
+    wrapper = tree.tree.linker
+    linker = wrapper.cache_linker
+    wrapper.cache_linker = _Timed(linker, method, samples[method, 0])
+    try:
+        yield
+    finally:
+        wrapper.cache_linker = linker
+
+
+def client_memory(device: str, socket: str) -> dict[str, int]:
+    """What a process grows by when it gets a linker of tierd's, in bytes.
+
+    Call before anything of the client is in use. Returns: `private_bytes`, the growth of its own
+    memory; `segment_bytes` that it shares with the daemon, of which the page numbers' rings are
+    `ring_bytes`.
+    """
+    from tierd.wire.layout import SegmentSpec
+
+    shape = EngineShape(device=device)
+    with SchedulerTree("noop", shape, socket):
+        pass
+    before = _private_bytes()
+    with SchedulerTree("tierd", shape, socket):
+        grown = _private_bytes() - before
+    spec = SegmentSpec()
+    rings = 8 * (spec.backup_ring + spec.restore_ring)
+    return {"private_bytes": grown, "segment_bytes": spec.nbytes, "ring_bytes": rings}
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as rollup:
+        fields = dict(line.split(":", 1) for line in rollup if ":" in line and "kB" in line)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Private_Clean", "Private_Dirty"))
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where this ran."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpu": None if device == "cpu" else torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sglang": version("sglang"),
+    }
+
+
+def run(socket: str, device: str, quick: bool, progress: Callable[[float, str], None]) -> Any:
+    """Measure everything. Returns: `rows`, `left_out` (what could not run, in words),
+    `client_memory`, `machine`."""
+    rounds, steps = (2, 2) if quick else (3, 3)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    memory = client_memory(device, socket)
+    todo = cases(quick)
+    total = len(todo) * (rounds + 1) * len(TIERS)
+    done = count(1)
+    rows: list[Row] = []
+    for case in todo:
+        with Bench(case, device, socket) as bench:
+            bench.run(rounds, steps, lambda name=case.name: progress(next(done) / total, name))  # type: ignore[misc]
+            rows += bench.rows()
+    return {
+        "machine": machine(device),
+        "left_out": [WITHOUT_GPU] if device == "cpu" else [],
+        "client_memory": memory,
+        "rows": [row._asdict() for row in rows],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tierd_client.bench.scheduler", description=__doc__
+    )
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+
+    def progress(done: float, text: str) -> None:
+        print(json.dumps({"done": done, "text": text}), flush=True)
+
+    result = run(arguments.socket, arguments.device, arguments.quick, progress)
+    print(json.dumps({"result": result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
