@@ -493,15 +493,15 @@ class TierClient:
 
         Returns: page counts, ascending; empty is a miss.
         """
-        now = time.monotonic()
-        if not self.connected or now < self._muted_until or not self._can_restore():
+        if not self.may_hit(rid, keys[: limits.KEY_BYTES], pools):
             return []
-        indices = [self._index[name] for name in (self._index if pools is None else pools)]
+        now = time.monotonic()
+        indices = self._indices(pools)
         signature = hashlib.blake2b(keys + bytes(indices), digest_size=16).digest()
         known = self._leases.get(rid)
         if known is not None and known[0] == signature and now < known[2]:
             return known[1]
-        if not self._may_have(keys[: limits.KEY_BYTES], indices):
+        if known is not None and not self._may_have(keys[: limits.KEY_BYTES], indices):
             return []
         self._request += 1
         message = messages.Lookup(
@@ -519,9 +519,21 @@ class TierClient:
             self._leases.pop(rid, None)
         return reply.lengths
 
+    def may_hit(self, rid: str, key: bytes, pools: Sequence[str] | None = None) -> bool:
+        """Could `lookup` of a chain that begins with this key find anything? Costs no message, and
+        spares the caller the keys of a chain that misses, which is what most do.
+
+        Args: as `lookup`.
+        """
+        if not self.connected or time.monotonic() < self._muted_until or not self._can_restore():
+            return False
+        return rid in self._leases or self._may_have(key, self._indices(pools))
+
+    def _indices(self, pools: Sequence[str] | None) -> list[int]:
+        return [self._index[name] for name in (self._index if pools is None else pools)]
+
     def _may_have(self, key: bytes, pools: Sequence[int]) -> bool:
-        """Could a chain that begins with this page be hit? Looks into shared memory; a miss, which
-        is what most lookups are, costs no message."""
+        """Does the daemon show this page, or is it not sure? Looks into shared memory."""
         presence = self._link.presence
         for index in pools:
             spec = self._specs[index]
@@ -715,7 +727,7 @@ class TierClient:
         if part.pool not in self._index:
             raise ValueError(f"no pool {part.pool!r}; there are {', '.join(self._index)}")
         pages, rest = divmod(len(part.keys), limits.KEY_BYTES)
-        if rest or len(part.slots) != pages * self._page_tokens[part.pool]:
+        if rest or part.slots.shape[0] != pages * self._page_tokens[part.pool]:
             raise ValueError(
                 f"pool {part.pool!r}: {len(part.keys)} bytes of keys and {len(part.slots)} slots; "
                 f"a page has a key of {limits.KEY_BYTES} bytes and "

@@ -148,7 +148,7 @@ def page_numbers(
     """
     pages = 0
     for t, tokens in zip(slots, page_tokens, strict=True):
-        whole, rest = divmod(len(t), tokens)
+        whole, rest = divmod(t.shape[0], tokens)
         if rest:
             raise ValueError(f"{len(t)} slots are not whole pages of {tokens} tokens")
         pages += whole

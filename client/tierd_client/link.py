@@ -185,14 +185,13 @@ class Link:
         if self._dealer is None:
             return received
         try:
-            while True:
+            # To ask first costs a third of what a `recv` that raises does.
+            while int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
                 received.append(codec.TO_CLIENT.decode(self._dealer.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return received
         except ProtocolError as error:
             log.warning("the daemon on %s makes no sense: %s", self.path, error)
             self.drop()
-            return received
+        return received
 
     def raise_refusal(self) -> None:
         """Raises: RefusedError: if the daemon refused the last registration."""

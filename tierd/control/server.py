@@ -249,6 +249,7 @@ class Control:
 
     def _receive_client(self, route: bytes, data: bytes, now: float) -> None:
         session = self._state.by_route.get(route)
+        self._state.counters["messages"] += 1
         try:
             if session is None:
                 raise ProtocolError("this connection is not registered; register on the lifeline")

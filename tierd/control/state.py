@@ -18,6 +18,7 @@ from tierd.wire import messages
 from tierd.wire.geometry import namespace_digest, pool_layout
 
 COUNTERS = (
+    "messages",
     "backups_kept",
     "backups_shed",
     "lookups",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
+from binascii import unhexlify
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
-        self._queued.append(_Offload(transfers, len(transfers[0].device_indices)))
+        self._queued.append(_Offload(transfers, transfers[0].device_indices.shape[0]))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -216,12 +217,14 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Prefix lengths of the tail, in pages, that every rank can restore; few of them."""
-        self.stats.looked_up += len(transfers[0].keys)
+        hashes = transfers[0].keys
+        self.stats.looked_up += len(hashes)
         if self._weights_are_stale:
             return []
-        return self.client.lookup(
-            rid, _keys(transfers[0].keys), [str(t.name.value) for t in transfers]
-        )
+        pools = [str(t.name.value) for t in transfers]
+        if not self.client.may_hit(rid, _keys(hashes[:1]), pools):
+            return []
+        return self.client.lookup(rid, _keys(hashes), pools)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a restore of what a lookup found. The answer depends on nothing that could
@@ -307,7 +310,7 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
 
 def _keys(hashes: Sequence[str]) -> bytes:
     """SGLang's page hashes, 64 hexadecimal digits each, as one blob of 32-byte keys."""
-    return bytes.fromhex("".join(hashes))
+    return unhexlify("".join(hashes))
 
 
 def _kv_pages(prefix: Prefix) -> PoolPages:

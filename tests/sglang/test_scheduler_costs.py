@@ -1,0 +1,175 @@
+"""What the tier costs SGLang's scheduler thread, counted: messages, torch operations, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from sglang_harness import Daemon, prompt
+from tierd_client.bench.scheduler_tree import SchedulerTree, TierName
+from tierd_client.sglang.tree_pools import EngineShape
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.sglang
+
+PAGE = 4
+Open = Callable[..., AbstractContextManager[SchedulerTree]]
+
+
+class CountTorch(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the torch operations that run while it is open."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["python", "rust"])
+def open_tree(daemon: Daemon, request: pytest.FixtureRequest) -> Open:
+    """Opens a tree with some tier, on either of SGLang's tree cores."""
+
+    @contextmanager
+    def open_one(tier: TierName = "tierd", **shape: Any) -> Iterator[SchedulerTree]:
+        sizes = {"page_tokens": PAGE, "pool_tokens": 1024, "requests": 64, "core": request.param}
+        shape = {**sizes, **shape}
+        with SchedulerTree(tier, EngineShape(**shape), str(daemon.socket)) as tree, tree.settings():
+            tree.tree.check_hicache_events()  # the linker meets the tree
+            yield tree
+
+    return open_one
+
+
+def running(tree: SchedulerTree, seeds: range, tokens: int = 4 * PAGE) -> list[Any]:
+    """Requests with prompts of their own, admitted and computed."""
+    requests = []
+    for seed in seeds:
+        request = tree.new_request(f"r{seed}", prompt(seed, tokens))
+        assert tree.match(request) == 0
+        tree.admit(request)
+        requests.append(request)
+    return requests
+
+
+def keep(tree: SchedulerTree, seed: int, tokens: int) -> None:
+    """Have a prompt in the tier, and nowhere else."""
+    (request,) = running(tree, range(seed, seed + 1), tokens)
+    tree.finish(request)
+    tree.submit()
+    tree.drain()
+    tree.evict_all()
+
+
+class Messages:
+    """Counts the messages that the daemon has had from an engine."""
+
+    def __init__(self, daemon: Daemon, tree: SchedulerTree) -> None:
+        self._daemon = daemon
+        self._tree = tree
+        self._asked = 0
+        keep(tree, 9999, PAGE)
+
+    def count(self) -> int:
+        """All that were sent before this call, without those of calls like this one."""
+        self._asked += 1
+        # Its answer comes after everything before it has been received.
+        asking = self._tree.new_request(f"count{self._asked}", [*prompt(9999, PAGE), 0])
+        assert self._tree.match(asking) == PAGE
+        return int(self._daemon.status()["counters"]["messages"]) - self._asked
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 48])
+def test_a_step_is_one_message_however_many_requests_finish(
+    daemon: Daemon, open_tree: Open, nodes: int
+) -> None:
+    with open_tree() as tree:
+        messages = Messages(daemon, tree)
+        requests = running(tree, range(nodes))
+        before = messages.count()
+        for request in requests:
+            tree.finish(request)
+        assert messages.count() == before
+        tree.submit()
+        assert messages.count() == before + 1
+        tree.drain()
+        assert tree.linker.stats.kept == 1 + 4 * nodes
+        assert messages.count() == before + 1
+
+
+def test_an_idle_step_sends_nothing(daemon: Daemon, open_tree: Open) -> None:
+    with open_tree() as tree:
+        messages = Messages(daemon, tree)
+        before = messages.count()
+        for _ in range(100):
+            tree.tree.check_hicache_events()
+        assert messages.count() == before
+
+
+def test_a_miss_sends_nothing_a_first_hit_asks_once_and_a_leased_hit_not_again(
+    daemon: Daemon, open_tree: Open
+) -> None:
+    with open_tree() as tree:
+        messages = Messages(daemon, tree)
+        keep(tree, 1, 16 * PAGE)
+        before = messages.count()
+        for seed in range(100, 150):
+            assert tree.match(tree.new_request(f"miss{seed}", prompt(seed, 16 * PAGE))) == 0
+        assert messages.count() == before
+
+        waiting = tree.new_request("waits", [*prompt(1, 16 * PAGE), 0])
+        assert tree.match(waiting) == 16 * PAGE
+        assert messages.count() == before + 1
+        for _ in range(50):
+            assert tree.match(waiting) == 16 * PAGE
+        assert messages.count() == before + 1
+
+        another = tree.new_request("another", [*prompt(1, 16 * PAGE), 0])
+        assert tree.match(another) == 16 * PAGE
+        assert messages.count() == before + 2
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 2 * PAGE}], ids=["full", "full+swa"])
+def test_torch_operations_of_a_flush_do_not_grow_with_its_nodes(
+    open_tree: Open, shape: dict[str, int]
+) -> None:
+    with open_tree(**shape) as tree:
+        counted = []
+        for nodes in (1, 8, 48):
+            for request in running(tree, range(100 * nodes, 101 * nodes)):
+                tree.finish(request)
+            with CountTorch() as torch_operations:
+                tree.linker.num_completed_offloads()
+            counted.append(torch_operations.count)
+            tree.drain()
+        assert counted[0] > 0
+        assert counted == [counted[0]] * 3
+
+
+def test_finishing_a_request_runs_no_torch_operation_of_ours(open_tree: Open) -> None:
+    counted = {}
+    tiers: tuple[TierName, ...] = ("noop", "tierd")
+    for tier in tiers:
+        with open_tree(tier) as tree:
+            requests = running(tree, range(8))
+            with CountTorch() as torch_operations:
+                for request in requests:
+                    tree.finish(request)
+            counted[tier] = torch_operations.count
+            tree.submit()
+            tree.drain()
+    assert counted["tierd"] == counted["noop"] > 0
+
+
+def test_no_thread_of_ours_runs_in_the_engine(open_tree: Open) -> None:
+    with open_tree("noop"):
+        before = set(threading.enumerate())
+    with open_tree() as tree:
+        keep(tree, 1, 4 * PAGE)
+        assert tree.match(tree.new_request("hit", [*prompt(1, 4 * PAGE), 0])) == 4 * PAGE
+        assert set(threading.enumerate()) <= before
