@@ -136,6 +136,8 @@ class TreeEngine:
             )
             req.host_loaded_length = loaded
             req.prefix_len += loaded
+            if loaded:
+                self.pools.spoil(self.tree.prefix_device_indices(req)[device_hit:], req.kv)
         return Running(req, tokens, device_hit, loaded)
 
     def forward(self, *batch: Running) -> None:

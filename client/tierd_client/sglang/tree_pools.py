@@ -97,6 +97,10 @@ class Rows(NamedTuple):
         rows = torch.from_numpy(token_rows(states, self.number, math.prod(shape)))
         memory[self._at(slots)] = rows.reshape(-1, *shape).to(memory.device)
 
+    def spoil(self, slots: torch.Tensor) -> None:
+        """Leave nothing right in these slots."""
+        self.tensor.view(torch.uint8)[self._at(slots)] = 0xA5
+
     def compare(self, slots: torch.Tensor, states: U64) -> tuple[int, int]:
         """Bytes that differ from what these slots must hold, and bytes read."""
         if not len(slots):
@@ -181,6 +185,26 @@ class TreePools:
         if role == "full":
             return slots
         return self.kv.translate_loc_from_full_to_swa(slots).to(torch.int64)
+
+    def spoil(self, slots: torch.Tensor, kv: Any) -> None:
+        """Leave nothing right where a restore will write: what it forgets must not be there from
+        before.
+
+        Args:
+            slots: The token slots that it fills.
+            kv: The request's `ReqKvInfo`.
+        """
+        for layer in range(self.shape.layers):
+            role = self.shape.role(layer)
+            if role == "state":
+                filled = kv.mamba_pool_idx.reshape(1).to(torch.int64)
+            else:
+                filled = self.slots_in(role, slots)
+                filled = filled[filled > 0]  # no slot: it has left the window
+            for rows in self.tensors(layer):
+                rows.spoil(filled)
+        for rows in self.draft_tensors():
+            rows.spoil(slots)
 
     def start_states(self, kv: Any) -> None:
         """Bring a request's state to where its prefix ends, as a batch does before its forward
