@@ -340,6 +340,38 @@ def test_a_promise_to_a_pool_that_wants_nothing_any_more_runs_out(machines: list
     assert machine.told_to(AddChunk) == ["host:0"]
 
 
+def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
+    machine = Machine(chunks=2)
+    catalog, kv = machine.pool()
+    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    swa = catalog.pools["swa"]
+    assert machine.make_room(catalog) is None
+    machine.answer()
+    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
+    machine.answer()
+    assert (kv.capacity, swa.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
+    machine.room.grow_ahead(catalog, kv, machine.sharers)
+    assert machine.room.make_room(catalog, swa, swa.capacity + 1, machine.sharers) is False
+    assert machine.told == []
+    machine.close()
+
+
+def test_a_pool_waits_while_another_one_pins_instead_of_giving_up() -> None:
+    machine = Machine(chunks=2)
+    catalog, _ = machine.pool()
+    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    swa = catalog.pools["swa"]
+    assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is None  # takes all there is
+    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
+    machine.answer()
+    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None, "it is given one"
+    machine.answer()
+    machine.room.make_room(catalog, swa, 1, machine.sharers)
+    machine.answer()
+    assert swa.free_slots == LARGE.chunk_slots
+    machine.close()
+
+
 def test_a_chunk_with_a_held_page_is_not_taken(machines: list[Machine]) -> None:
     machine = make(machines, chunks=1)
     old, rich = machine.pool()

@@ -66,6 +66,7 @@ class Members:
             )
         copier = self._copier_for(info)
         check_pools(info.allocations, info.pools)
+        self._check_memory(info)
         sizes = [a.size for a in info.allocations if not a.handle]
         for number, (fd, size) in enumerate(zip(fds[2:], sizes, strict=True)):
             if os.fstat(fd).st_size < size:
@@ -106,6 +107,17 @@ class Members:
         if copier.state is CopierState.READY:
             self.attach(session)
         return session
+
+    def _check_memory(self, info: messages.Register) -> None:
+        """A page is kept in all its pools or in none, so each needs a chunk at least."""
+        least = info.world_size * sum(pool_layout(pool).chunk_bytes for pool in info.pools)
+        budget = self._state.room.store.budget_bytes
+        if least > budget:
+            raise ProtocolError(
+                f"{len(info.pools)} pools of {info.world_size} ranks need {least >> 20} MiB of "
+                f"host memory at least, a chunk each; this daemon has {budget >> 20} MiB: start it "
+                "with more --memory"
+            )
 
     def _copier_for(self, info: messages.Register) -> Copier:
         """The copier of a rank's device. Devices of the host backend stand in for each other."""

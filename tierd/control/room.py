@@ -49,6 +49,7 @@ class RoomKeeper:
         self._tell = tell
         self._rows: dict[int, ChunkRows] = {}
         self._pools: dict[int, PagePool] = {}
+        self._catalogs: dict[int, Catalog] = {}
         # Rows that are not usable yet: (pool, ordinal) -> (copier, chunk) still to pin.
         self._claims: dict[tuple[int, int], set[tuple[str, int]]] = {}
         # Chunks that copiers still have to unmap: chunk -> (itself, who).
@@ -58,6 +59,7 @@ class RoomKeeper:
         self._pressed: set[int] = set()
         # The pool that a chunk was taken from another for, and how long the others leave it alone.
         self._promise: tuple[int, float] | None = None
+        self._now = 0.0
 
     @property
     def busy(self) -> bool:
@@ -75,6 +77,7 @@ class RoomKeeper:
         catalog.add_pool(pool)
         self._rows[id(pool)] = rows
         self._pools[id(pool)] = pool
+        self._catalogs[id(pool)] = catalog
 
     def locate(
         self, pool: PagePool, slots: Slots, shard: int
@@ -117,8 +120,13 @@ class RoomKeeper:
             pool.evict(missing)
         if pool.free_slots >= wanted:
             return True
+        if self.busy:
+            return None
         # It has too little of its own: whoever has something gives.
-        return None if self._drops or self._take(pool, NEVER_COLD) else False
+        if self._take(pool, NEVER_COLD):
+            self._promise = (id(pool), self._now + PROMISE_S)
+            return None
+        return False
 
     def rebalance(self, now: float) -> None:
         """Let pools that have had to evict take chunks in which everything is older than in their
@@ -126,6 +134,7 @@ class RoomKeeper:
 
         Call every now and then; one chunk moves at a time.
         """
+        self._now = now
         if self._promise is not None and self._promise[1] <= now:
             self._promise = None
         if self._drops or self._promise is not None:
@@ -202,7 +211,7 @@ class RoomKeeper:
         if any(self._rows[id(pool)].rows for pool in catalog.pools.values()):
             return False
         for pool in catalog.pools.values():
-            del self._rows[id(pool)], self._pools[id(pool)]
+            del self._rows[id(pool)], self._pools[id(pool)], self._catalogs[id(pool)]
             if self._promise is not None and self._promise[0] == id(pool):
                 self._promise = None
         return True
@@ -302,6 +311,10 @@ class RoomKeeper:
         """Have another pool give up the coldest chunk of all, if it is colder than that."""
         coldest: tuple[int, int, PagePool] | None = None
         for other in self._pools.values():
+            # A model's pools are of use together: none takes the last that another one has.
+            siblings = self._catalogs[id(other)] is self._catalogs[id(pool)]
+            if siblings and len(self._rows[id(other)].rows) == 1:
+                continue
             found = other.coldest_chunk(self._usable_rows(other)) if other is not pool else None
             if found is not None and found[0] < colder_than:
                 colder_than = found[0]
