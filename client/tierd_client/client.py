@@ -59,10 +59,11 @@ class Need(NamedTuple):
     node_id: int | None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Queued:
     seq: int
     pages: Sequence[PoolPages]
+    count: int
     parent: bytes | None
 
 
@@ -74,7 +75,7 @@ class _Sent(NamedTuple):
     ring_end: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     seq: int
     node_id: int | None
@@ -309,11 +310,10 @@ class TierClient:
         Returns: the backup's sequence number.
         Raises: ValueError: keys and slots that do not fit together.
         """
-        for part in pages:
-            self._check(part)
+        count = sum([self._check(part) for part in pages])
         seq = self._next_seq
         self._next_seq += 1
-        self._queued.append(_Queued(seq, pages, parent))
+        self._queued.append(_Queued(seq, pages, count, parent))
         self._pending.append(_Pending(seq, node_id, 0.0))
         return seq
 
@@ -349,12 +349,11 @@ class TierClient:
         batch: list[_Queued] = []
         pages = 0
         for item in queued:
-            more = sum(len(part.keys) for part in item.pages) // limits.KEY_BYTES
-            if batch and (pages + more > MAX_FLUSH_PAGES or len(batch) >= MAX_FLUSH_ITEMS):
+            if batch and (pages + item.count > MAX_FLUSH_PAGES or len(batch) >= MAX_FLUSH_ITEMS):
                 self._send_flush(shed, batch)
                 shed, batch, pages = [], [], 0
             batch.append(item)
-            pages += more
+            pages += item.count
         self._send_flush(shed, batch)
 
     def _send_flush(self, shed: list[int], batch: list[_Queued]) -> None:
@@ -367,8 +366,7 @@ class TierClient:
         slots: list[torch.Tensor] = []
         tokens: list[int] = []
         for item in batch:
-            count = sum(len(part.keys) for part in item.pages) // limits.KEY_BYTES
-            if count > min(room, MAX_FLUSH_PAGES) or not tickets_left:
+            if item.count > min(room, MAX_FLUSH_PAGES) or not tickets_left:
                 items.append(messages.BackupItem(item.seq, True, []))
                 continue
             parts = []
@@ -381,7 +379,7 @@ class TierClient:
                 slots.append(part.slots)
                 tokens.append(self._page_tokens[part.pool])
                 head += n
-            room -= count
+            room -= item.count
             items.append(
                 messages.BackupItem(
                     item.seq, False, parts, item.parent or b"", item.parent is not None
@@ -723,7 +721,8 @@ class TierClient:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _check(self, part: PoolPages) -> None:
+    def _check(self, part: PoolPages) -> int:
+        """How many pages a part names."""
         if part.pool not in self._index:
             raise ValueError(f"no pool {part.pool!r}; there are {', '.join(self._index)}")
         pages, rest = divmod(len(part.keys), limits.KEY_BYTES)
@@ -733,6 +732,7 @@ class TierClient:
                 f"a page has a key of {limits.KEY_BYTES} bytes and "
                 f"{self._page_tokens[part.pool]} slots"
             )
+        return pages
 
     def _ticket_is_free(self) -> bool:
         """Are the next ticket's ready words free, with some to spare for restores?"""

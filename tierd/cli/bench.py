@@ -135,8 +135,11 @@ def scheduler(
         Literal["auto", "host", "cuda"], typer.Option(help="Where SGLang's KV pools lie.")
     ] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer cases and repetitions: half the time.")
+        bool, typer.Option("--quick", help="Full attention only, and one size of requests.")
     ] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=100, help="How often every tier has its turn in each case.")
+    ] = 2,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what a host tier costs SGLang's scheduler thread: tierd, HiCache, none."""
@@ -158,6 +161,7 @@ def scheduler(
         socket = directory / "tierd.sock"
         command = [sys.executable, "-m", "tierd_client.bench.scheduler", "--socket", str(socket)]
         command += ["--device", "cuda" if gpus else "cpu", *(["--quick"] if quick else [])]
+        command += ["--rounds", str(rounds)]
         task = progress.add_task("starting", total=1.0)
 
         def on_progress(line: Line) -> None:

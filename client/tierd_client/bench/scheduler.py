@@ -26,9 +26,12 @@ import torch
 from tierd_client.bench.scheduler_tree import TIERS, WITHOUT_GPU, SchedulerTree, TierName
 from tierd_client.sglang.tree_pools import EngineShape
 
+WARM_UP_STEPS = 4
+"""Two fill the device, which then evicts; four fill HiCache's host pool."""
 IDLE_CALLS = 200
 MATCHES = 20
-BATCHES = (1, 8, 64)
+STEPS = {1: 8, 8: 4, 64: 2}
+"""By how many requests finish in a step: steps a round."""
 MATCH_PAGES = (100, 1000)
 REQUESTS = 96
 _VOCABULARY = 50_000
@@ -64,7 +67,7 @@ class Case:
     def shape(self, device: str) -> EngineShape:
         """A device that holds twice what the largest step does: from its third step on, every
         tier evicts. Small rows: what they hold costs the scheduler nothing."""
-        step = BATCHES[-1] * self.pages
+        step = max(STEPS) * self.pages
         pages = max(2 * step, MATCH_PAGES[-1] + self.pages if self.matches else 0)
         return EngineShape(
             page_tokens=self.page_tokens,
@@ -81,15 +84,15 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """One-token pages have 1,024 tokens a request, as 16 pages of 64 have."""
+    """Rust is the core that SGLang chooses by itself."""
     found = []
     for core in ("rust", "python"):
         found.append(Case(64, 16, core, matches=True))
-        found.append(Case(1, 1024, core, matches=True))
+        found.append(Case(1, 256, core, matches=True))
         if not quick:
             found.append(Case(64, 64, core))
             found.append(Case(64, 16, core, window=128))
-            found.append(Case(1, 1024, core, window=128, states=True))
+            found.append(Case(1, 256, core, window=128, states=True))
     return found
 
 
@@ -131,13 +134,13 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, rounds: int, steps: int, progress: Callable[[], None]) -> None:
+    def run(self, rounds: int, progress: Callable[[], None]) -> None:
         """Warm up until every tier evicts, then measure; a round starts with another tier than the
         one before."""
         for tier in TIERS:
             with self._trees[tier].settings():
-                for _ in range(4):
-                    self._step(self._trees[tier], BATCHES[-1], defaultdict(list))
+                for _ in range(WARM_UP_STEPS):
+                    self._step(self._trees[tier], max(STEPS), defaultdict(list))
             progress()
         gc.collect()
         gc.freeze()  # as an engine does when it is warm
@@ -146,7 +149,7 @@ class Bench:
                 tier = TIERS[(number + turn) % len(TIERS)]
                 tree, samples = self._trees[tier], self._samples[tier]
                 with tree.settings():
-                    self._measure(tree, steps, samples)
+                    self._measure(tree, samples)
                 progress()
         gc.unfreeze()
 
@@ -170,13 +173,13 @@ class Bench:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _measure(self, tree: SchedulerTree, steps: int, samples: Samples) -> None:
-        for batch in BATCHES:
-            for _ in range(steps if batch > 1 else 4 * steps):
+    def _measure(self, tree: SchedulerTree, samples: Samples) -> None:
+        for batch, steps in STEPS.items():
+            for _ in range(steps):
                 self._step(tree, batch, samples)
         if tree.linker is not None:
             with _timed(tree, "offload", samples):
-                self._step(tree, BATCHES[-1], defaultdict(list))
+                self._step(tree, max(STEPS), defaultdict(list))
             for _ in range(IDLE_CALLS):
                 with _clock(samples["no acks waiting", 0]):
                     tree.linker.num_completed_offloads()
@@ -340,10 +343,11 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def run(socket: str, device: str, quick: bool, progress: Callable[[float, str], None]) -> Any:
+def run(
+    socket: str, device: str, quick: bool, rounds: int, progress: Callable[[float, str], None]
+) -> dict[str, Any]:
     """Measure everything. Returns: `rows`, `left_out` (what could not run, in words),
     `client_memory`, `machine`."""
-    rounds, steps = (2, 2) if quick else (3, 3)
     if device == "cpu":
         torch.set_num_threads(1)
     memory = client_memory(device, socket)
@@ -353,7 +357,7 @@ def run(socket: str, device: str, quick: bool, progress: Callable[[float, str], 
     rows: list[Row] = []
     for case in todo:
         with Bench(case, device, socket) as bench:
-            bench.run(rounds, steps, lambda name=case.name: progress(next(done) / total, name))  # type: ignore[misc]
+            bench.run(rounds, lambda name=case.name: progress(next(done) / total, name))  # type: ignore[misc]
             rows += bench.rows()
     return {
         "machine": machine(device),
@@ -370,12 +374,13 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
 
     def progress(done: float, text: str) -> None:
         print(json.dumps({"done": done, "text": text}), flush=True)
 
-    result = run(arguments.socket, arguments.device, arguments.quick, progress)
+    result = run(arguments.socket, arguments.device, arguments.quick, arguments.rounds, progress)
     print(json.dumps({"result": result}), flush=True)
 
 

@@ -33,6 +33,8 @@ from tierd_client.sglang.tree import Prefix, Tree
 
 log = logging.getLogger(__name__)
 
+_NAMES: dict[Any, str] = {name: str(name.value) for name in PoolName}
+
 
 class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`linker_extra_config` of `--unified-cache-external-linker-config`.
@@ -221,7 +223,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.stats.looked_up += len(hashes)
         if self._weights_are_stale:
             return []
-        pools = [str(t.name.value) for t in transfers]
+        pools = [_NAMES[t.name] for t in transfers]
         if not self.client.may_hit(rid, _keys(hashes[:1]), pools):
             return []
         return self.client.lookup(rid, _keys(hashes), pools)
@@ -314,8 +316,8 @@ def _keys(hashes: Sequence[str]) -> bytes:
 
 
 def _kv_pages(prefix: Prefix) -> PoolPages:
-    return PoolPages(str(PoolName.KV.value), _keys(prefix.hashes), prefix.slots)
+    return PoolPages(_NAMES[PoolName.KV], _keys(prefix.hashes), prefix.slots)
 
 
 def _pages(transfer: Any) -> PoolPages:
-    return PoolPages(str(transfer.name.value), _keys(transfer.keys), transfer.device_indices)
+    return PoolPages(_NAMES[transfer.name], _keys(transfer.keys), transfer.device_indices)
