@@ -59,9 +59,9 @@ keeps nothing, with HiCache writing through, and with a daemon, in turns in one 
 are of the scheduler's thread, in microseconds, p50 and p99.
 
 Rows: "each", one request's way into the tree when its step ends; "flush", what hands the step's
-nodes to the tier; "acks", reading and releasing all of them; then idle iterations, and matches of
-prompts that are in the tier or nowhere ("lookup" is the linker's part of the match, "again" one
-that is leased already).
+nodes to the tier, and how long the thread itself ran meanwhile; "acks", reading and releasing all
+of them; then idle iterations, and matches of prompts that are in the tier or nowhere ("lookup" is
+the linker's part of the match, "again" one that is leased already).
 
 Examples:
 
