@@ -1,4 +1,5 @@
 """The control process: every decision, no CUDA, one event loop.
 
-`catalog`, `backups`, `leases` and `groups` decide; `server`, `copiers` and `sessions` carry out.
+`catalog`, `backups`, `leases` and `room` decide; `members` and the two desks turn messages into
+decisions and decisions into messages; `server` and `copiers` carry out.
 """
