@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 
 import pytest
 from tier_harness import Daemon, Engine, running
+
+# A runner in the background of a shell ignores Ctrl-C, and so would every process that a test
+# starts: those are meant to be ended by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
