@@ -182,9 +182,6 @@ class PagePool:
         """Which of these are under a lease or pin. Shape: (len(slots),)."""
         return self._holds[slots] > 0
 
-    def key_of(self, slot: int) -> bytes:
-        return self._keys[slot]
-
     def prefix(self, keys: Sequence[bytes]) -> Slots:
         """Slots of the longest run of committed pages from the first key on."""
         slots = []
