@@ -583,3 +583,42 @@ def test_ranks_that_load_different_pages_as_one_step_are_told_apart(
     assert not restored(second, b"".join(keys("other", 2)), generation=1)
     for rank in ranks:
         assert restored(rank, b"".join(keys("other", 2)), generation=2)
+
+
+def test_ranks_that_divide_the_same_pages_differently_are_told_apart(
+    guests: Callable[[], Guest],
+) -> None:
+    first, second = guests(), guests()
+    first.enter(world_size=2)
+    second.enter(rank=1, world_size=2, device="host:1")
+    names = keys("divided", 2)
+    for rank in (first, second):
+        rank.say(raw(rank.flush(1, 2, keys=b"".join(names))))
+    for rank in (first, second):
+        answer = rank.hear()
+        assert isinstance(answer, messages.Acks)
+        assert answer.results == b"\1"
+        rank.segment.restore_ring[:2] = [3, 4]
+    assert restored(first, b"".join(names), generation=1)
+    halves = [messages.RestoreItem(rid, [Part(0, 1, at)]) for at, rid in enumerate("rs")]
+    message = msgspec.structs.replace(a_restore(b"".join(names), 1, 0), items=halves)
+    second.segment.awaited[0] = 1
+    second.segment.ready[1] = 1
+    second.say(raw(message))
+    eventually(lambda: second.segment.get_verdict(0, 1), "the verdict")
+    assert second.segment.get_verdict(0, 1) == 2
+    for rank in (first, second):
+        assert restored(rank, b"".join(names), generation=2)
+
+
+@pytest.mark.parametrize("ring", [(1 << 63) - 1, (1 << 62) + 1])
+def test_positions_that_no_ring_comes_to_are_refused(guest: Guest, ring: int) -> None:
+    guest.enter()
+    items = [BackupItem(0, False, [Part(0, 2, ring)])]
+    assert "`ring`" in guest.error(guest.flush(1, 2, items=items))
+    assert guest.hear() == messages.Acks(first_seq=0, results=b"\0")
+    load = [messages.RestoreItem("r", [Part(0, 2, ring)])]
+    message = msgspec.structs.replace(a_restore(b"".join(keys("x", 2)), 1, 0), items=load)
+    guest.segment.awaited[0] = 1
+    assert "`ring`" in guest.error(message)
+    assert guest.segment.get_verdict(0, 1) == 2

@@ -255,6 +255,35 @@ def test_whoever_waits_for_a_waiter_hears_of_a_failure_too() -> None:
     assert (a.acked, b.acked, c.acked) == ([(0, False)],) * 3
 
 
+@pytest.mark.parametrize("ok", [True, False], ids=["lands", "fails"])
+def test_two_backups_that_wait_for_each_others_pages_are_both_acked(ok: bool) -> None:
+    """One has lost its prefix, which the other is writing, whose rest the first is writing."""
+    pool, writers = make_pool(8), Writers()
+    a, b = Engine(pool, writers, ranks=1), Engine(pool, writers, ranks=1)
+    tail, _ = a.decide(offer(1, 2, first=1))
+    assert a.backups.await_prefix(tail)
+    whole, (copy,) = b.decide(offer(1, 2))
+    assert copy.pages.tolist() == [0], "the second page is on its way"
+    prefix, copies = a.backups.copy_prefix(tail, offer(1), [pool], 9)
+    assert copies == [], "the first page is on its way"
+    a.copied(tail, ok)
+    b.copied(whole, True)
+    assert a.acked == [(0, ok)]
+    assert b.acked == [(0, ok)]
+    assert prefix.result is ok
+    assert len(writers) == 0
+
+
+def test_a_prefix_that_names_the_pages_behind_it_delays_no_ack() -> None:
+    engine = Engine(make_pool(8), ranks=1)
+    tail, _ = engine.decide(offer(1, 2, first=1))
+    assert engine.backups.await_prefix(tail)
+    prefix, _ = engine.backups.copy_prefix(tail, offer(1, 2), [engine.pool], 9)
+    engine.copied(prefix, True)
+    engine.copied(tail, True)
+    assert engine.acked == [(0, True)]
+
+
 def test_slots_of_a_failed_copy_are_kept_until_every_rank_has_retired_it() -> None:
     engine = Engine(make_pool(2))
     backup, _ = engine.decide(offer(1, 2))

@@ -19,6 +19,7 @@ from tierd.control.backups import (
 )
 from tierd.control.catalog import Catalog
 from tierd.control.groups import Group, Heal, Session
+from tierd.control.ring import check_ring
 from tierd.control.state import State
 from tierd.wire import codec, messages
 from tierd.wire.errors import ProtocolError
@@ -344,8 +345,7 @@ def _offer(
         name = session.pool_name(part.pool)
         if len(set(mine)) != len(mine):
             raise ProtocolError(f"seq {item.seq} has one key twice in pool {name!r}")
-        if part.pages > session.segment.spec.backup_ring:
-            raise ProtocolError(f"seq {item.seq} has more pages in {name!r} than the ring holds")
+        check_ring(part, session.segment.spec.backup_ring)
         parts.append(OfferPart(name, mine, part.ring))
     names = [part.pool for part in parts]
     if len(set(names)) != len(names):

@@ -290,29 +290,23 @@ class Backups:
                 pool.abort(slots)
             else:
                 pool.commit(slots)
+        # They wait for these pages alone, not for what else this one's ack waits for: two
+        # backups that build on each other's pages would wait for ever.
+        for waiter in backup.waiters:
+            waiter.waits_for.discard(backup)
+            waiter.failed = waiter.failed or backup.failed
+            waiter.owner._settle(waiter)
         self._settle(backup)
 
     def _settle(self, backup: Backup) -> None:
-        """Fix the result once it is known, tell the backups that wait for it, and ack."""
-        ready = [backup]
-        owners = {self}
-        while ready:
-            done = ready.pop()
-            if done.result is not None or not done.copied:
-                continue
-            if done.waits_for or done.awaits_prefix:
-                continue
-            done.result = not done.failed
-            if done.prefix_of is not None:
-                done.prefix_of.awaits_prefix = False
-                ready.append(done.prefix_of)
-            owners.add(done.owner)
-            for waiter in done.waiters:
-                waiter.waits_for.discard(done)
-                waiter.failed = waiter.failed or done.failed
-                ready.append(waiter)
-        for owner in owners:
-            owner._ack_settled()
+        """Fix the result once it is known, and ack."""
+        if backup.result is None and backup.copied:
+            if backup.waits_for or backup.awaits_prefix:
+                return
+            backup.result = not backup.failed
+            if backup.prefix_of is not None:
+                self.give_up_prefix(backup.prefix_of)
+        self._ack_settled()
 
     def _ack_settled(self) -> None:
         while self._queue and self._queue[0].result is not None:

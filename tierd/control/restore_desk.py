@@ -7,6 +7,7 @@ import numpy as np
 from tierd.control.groups import Session
 from tierd.control.leases import Held, Want
 from tierd.control.members import LEASE_S
+from tierd.control.ring import check_ring
 from tierd.control.state import State
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError
@@ -93,17 +94,17 @@ class RestoreDesk:
             at += size
             wants.append((item.rid, self._want(session, message.epoch, item.parts, blob)))
             for part in item.parts:
-                if part.pages > session.segment.spec.restore_ring:
-                    raise ProtocolError(f"{part.pages} pages are more than the ring holds")
+                check_ring(part, session.segment.spec.restore_ring)
+        signature = _signature(message)
         pins = session.group.leases.pin(
             message.number,
             wants,
-            message.keys,
+            signature,
             set(session.group.sessions),
             deadline=now + RESTORE_DEADLINE_S,
             tick=self._state.next_tick(),
         )
-        if pins.signature != message.keys or session.info.rank not in pins.ranks_left:
+        if pins.signature != signature or session.info.rank not in pins.ranks_left:
             return None
         return pins.plan
 
@@ -150,3 +151,10 @@ class RestoreDesk:
                     late = group.sessions.get(rank)
                     if late is None or (late.number, number) not in loading:
                         group.leases.retire(number, rank)
+
+
+def _signature(message: messages.Restore) -> bytes:
+    """All that must be the same on every rank, because one plan serves them all: which pages, and
+    how they are divided into requests and pools."""
+    shape = [[(part.pool, part.pages) for part in item.parts] for item in message.items]
+    return repr(shape).encode() + message.keys

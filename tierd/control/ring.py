@@ -6,6 +6,19 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from tierd.wire.errors import ProtocolError
+from tierd.wire.limits import MAX_BYTES
+from tierd.wire.messages import Part
+
+
+def check_ring(part: Part, size: int) -> None:
+    """Raises: ProtocolError: page numbers that a ring of `size` elements cannot hold, or at
+    positions that no rank comes to in its life."""
+    if part.pages > size:
+        raise ProtocolError(f"`pages` {part.pages}: more than the ring of {size} holds")
+    if part.ring > MAX_BYTES:
+        raise ProtocolError(f"`ring` {part.ring} is over the limit of {MAX_BYTES}")
+
 
 @dataclass
 class _Part:

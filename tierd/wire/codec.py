@@ -44,6 +44,15 @@ class Decoder(Generic[T]):
         return message
 
 
+class _Versioned(msgspec.Struct):
+    """The one field that all versions share; the others are passed over, not built."""
+
+    protocol: Any = None
+
+
+_version = msgspec.msgpack.Decoder(_Versioned)
+
+
 class VersionMismatchError(ProtocolError):
     """The two ends speak different protocols. The text names which to upgrade."""
 
@@ -52,13 +61,12 @@ def check_version(data: bytes | bytearray | memoryview) -> None:
     """Look at a lifeline message's `protocol` before its schema, which other versions may not
     share: all versions have that field, as an integer, at the top.
 
-    Raises: VersionMismatchError: another version's. ProtocolError: not msgpack.
+    Raises: VersionMismatchError: another version's. ProtocolError: not a msgpack map.
     """
     try:
-        fields = msgspec.msgpack.decode(data)
+        theirs = _version.decode(data).protocol
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a valid message: {error}") from None
-    theirs = fields.get("protocol") if isinstance(fields, dict) else None
     ours = limits.PROTOCOL_VERSION
     if isinstance(theirs, int) and theirs != ours:
         behind = "the client" if theirs < ours else "the daemon"
