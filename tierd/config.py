@@ -22,6 +22,8 @@ else:
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_HOST_DEVICES = 64
+MIN_PATIENCE, MAX_PATIENCE = 0.05, 100.0
+_TYPES: Mapping[str, type] = {"memory_check": bool, "pool": tuple, "patience": float}
 _MAX_SOCKET_PATH = 107 - len(".zmq")
 """A Unix socket's address holds 107 bytes (Linux, unix(7)); the ZeroMQ socket's is 4 longer."""
 
@@ -37,6 +39,7 @@ class ServeConfig:
         log_level: One of `LOG_LEVELS`.
         pool_shares: For each pool that has a cap, by name: the share of the memory that its pages
             take at most, all engines together. 0 < share <= 1.
+        patience: Multiplies every deadline of `tierd.control.deadlines`.
     """
 
     socket: Path
@@ -44,6 +47,7 @@ class ServeConfig:
     devices: tuple[str, ...]
     log_level: str
     pool_shares: Mapping[str, float] = field(default_factory=dict)
+    patience: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class ServeOptions:
     devices: str | None = None
     log_level: str | None = None
     pool: tuple[str, ...] | None = None
+    patience: float | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -69,7 +74,7 @@ class ServeOptions:
 
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
-    `memory-check`, `devices`, `log-level`, `pool`.
+    `memory-check`, `devices`, `log-level`, `pool`, `patience`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -78,8 +83,7 @@ def parse_toml(text: str) -> ServeOptions:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not valid TOML: {error}") from None
     types: Mapping[str, type] = {
-        name.replace("_", "-"): {"memory_check": bool, "pool": tuple}.get(name, str)
-        for name in ServeOptions.__dataclass_fields__
+        name.replace("_", "-"): _TYPES.get(name, str) for name in ServeOptions.__dataclass_fields__
     }
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -91,9 +95,12 @@ def parse_toml(text: str) -> ServeOptions:
             value = ",".join(str(item) for item in value)
         if key == "pool" and isinstance(value, list) and all(isinstance(v, str) for v in value):
             value = tuple(value)
+        if types[key] is float and type(value) is int:
+            value = float(value)
         if not isinstance(value, types[key]):
             kind = {
                 bool: "true or false",
+                float: "a number",
                 str: 'a string in quotes, "..."',
                 tuple: 'a list of strings, ["swa=20%"]',
             }[types[key]]
@@ -136,7 +143,16 @@ def resolve(
         devices=devices,
         log_level=log_level,
         pool_shares=dict(map(parse_pool_share, options.pool or ())),
+        patience=_check_patience(1.0 if options.patience is None else options.patience),
     )
+
+
+def _check_patience(factor: float) -> float:
+    if not MIN_PATIENCE <= factor <= MAX_PATIENCE:  # which nan is not, either
+        raise ConfigError(
+            f"--patience {factor:g}: choose a factor from {MIN_PATIENCE:g} to {MAX_PATIENCE:g}"
+        )
+    return factor
 
 
 def parse_pool_share(text: str) -> tuple[str, float]:

@@ -209,6 +209,24 @@ def test_every_backup_is_acked_once_and_in_order_whenever_the_copier_dies(
     assert daemon.status()["queue"]["backups"] == 0
 
 
+def test_a_copier_that_does_not_get_ready_is_ended_and_another_one_is_started(
+    tmp_path: Path, engines: Engines
+) -> None:
+    with running(tmp_path / "hasty", patience=0.05) as daemon:  # 3 s to get ready
+        engine = engines(daemon.socket)
+        assert engine.back_up("a", 4)
+        os.kill(daemon.copier_pid(), signal.SIGKILL)
+        eventually(lambda: daemon.status()["copiers"][0]["state"] == "starting", "it is started")
+        hung = daemon.copier_pid()
+        os.kill(hung, signal.SIGSTOP)
+        if daemon.status()["copiers"][0]["state"] == "starting":  # not ready just before
+            eventually(lambda: is_dead(hung), "the one that hangs was killed")
+        else:
+            os.kill(hung, signal.SIGCONT)
+        back(daemon, engine)
+        assert engine.restored("a", 4)
+
+
 def test_a_restore_that_hangs_is_reported_only_when_its_copier_is_dead(
     daemon: Daemon, engines: Engines
 ) -> None:

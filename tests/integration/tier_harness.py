@@ -39,10 +39,19 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = DE
 class Daemon:
     """`tierd serve` on the host backend."""
 
-    def __init__(self, directory: Path, *, memory: str = "512MiB", devices: str = "host") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        memory: str = "512MiB",
+        devices: str = "host",
+        patience: float = 1.0,
+        log_level: str = "info",
+    ) -> None:
         self.socket = directory / "tierd.sock"
         self._log = directory / "daemon.log"
-        self._memory, self._devices = memory, devices
+        self._options = ["--devices", devices, "--memory", memory, "--no-memory-check"]
+        self._options += ["--patience", str(patience), "--log-level", log_level]
         self._admin: Channel[messages.ToLifeline] | None = None
         self._family: list[psutil.Process] = []
         self.process: subprocess.Popen[str] | None = None
@@ -53,7 +62,7 @@ class Daemon:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tierd", "serve", "--socket", str(self.socket)),
-                    *("--devices", self._devices, "--memory", self._memory, "--no-memory-check"),
+                    *self._options,
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -191,3 +191,14 @@ def test_a_cap_that_makes_no_sense_says_how_to_write_one(text: str) -> None:
 def test_caps_in_a_file_are_a_list_of_strings(value: str) -> None:
     with pytest.raises(ConfigError, match="`pool` must be a list of strings"):
         parse_toml(f"pool = {value}")
+
+
+@pytest.mark.parametrize(("text", "patience"), [("", 1.0), ("patience = 2", 2.0)])
+def test_deadlines_can_be_stretched(text: str, patience: float) -> None:
+    assert settle(parse_toml(text)).patience == patience
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1e9, float("nan"), float("inf")])
+def test_deadlines_that_pass_at_once_or_never_are_refused(factor: float) -> None:
+    with pytest.raises(ConfigError, match="--patience"):
+        settle(ServeOptions(patience=factor))

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tierd.control.catalog import Catalog, PagePool
 from tierd.control.copiers import Copier, CopierState
+from tierd.control.deadlines import Deadlines
 from tierd.control.room import RoomKeeper
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout, host_layout
 from tierd.wire.messages import AddChunk, DropChunk, Message
@@ -47,7 +48,7 @@ class Machine:
     ) -> None:
         self.told: list[Told] = []
         self.room = RoomKeeper(chunks * CHUNK_BYTES, self._tell, shares)
-        self.copiers = [Copier(f"host:{n}") for n in range(devices)]
+        self.copiers = [Copier(f"host:{n}", Deadlines()) for n in range(devices)]
         for copier in self.copiers:
             copier.state = CopierState.READY
         self.catalogs: list[Catalog] = []

@@ -73,13 +73,21 @@ def serve(
             "Can be given for several. Default: no cap; pools share by use.",
         ),
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FACTOR",
+            help="Multiplies every deadline after which a rank or a copier that does not answer is "
+            "given up; more on a machine that stalls for seconds. Default: 1.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level, pool. Flags win over it.",
+            "log-level, pool, patience. Flags win over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -93,7 +101,9 @@ def serve(
     stderr. Tells systemd the same where the unit has Type=notify.
     """
     caps = tuple(pool) if pool else None
-    flags = config.ServeOptions(socket_path, memory, memory_check, devices, log_level, caps)
+    flags = config.ServeOptions(
+        socket_path, memory, memory_check, devices, log_level, caps, patience
+    )
     options = flags.over(config.read_toml(config_file)) if config_file else flags
     settings = config.resolve(options, available=available_memory, visible_gpus=visible_gpus)
     log_to_stderr(settings.log_level)

@@ -24,14 +24,8 @@ from tierd.control.state import State
 from tierd.wire import codec, messages
 from tierd.wire.errors import ProtocolError
 
-ROOM_TIMEOUT_S = 5.0
-"""How long a backup waits for a chunk to be pinned before it is shed: it locks GPU pages."""
-BACKUP_DEADLINE_S = 60.0
-"""A backup that has not retired by then costs its copier its life: its slots must come back."""
 FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
-HEAL_TIMEOUT_S = 2.0
-"""How long the ack of a backup waits for what comes before it."""
 JOB_PAGES = 2048
 """A job's size, roughly: a restore never waits behind more than a few of them."""
 SLICE_S = 0.001
@@ -166,7 +160,7 @@ class BackupDesk:
             backup, copies = backups.decide(seq, offer, pools, self._state.next_tick())
         except NoRoomError as lack:
             made = self._make_room(catalog, lack)
-            if made is None and sequencer.oldest_s(now) < ROOM_TIMEOUT_S:
+            if made is None and sequencer.oldest_s(now) < self._state.deadlines.room_s:
                 group.waits_for_room = True
                 return False
             if not made:
@@ -239,7 +233,7 @@ class BackupDesk:
         heal = group.heals[seq]
         waited_s = now - heal.since
         if len(heal.offers) < group.world_size:
-            if waited_s > HEAL_TIMEOUT_S:
+            if waited_s > self._state.deadlines.heal_s:
                 self._give_up(group, seq)
             return
         first, *rest = (heal.offers[rank] for rank in sorted(heal.offers))
@@ -253,7 +247,7 @@ class BackupDesk:
             prefix, copies = backups.copy_prefix(heal.backup, first, pools, self._state.next_tick())
         except NoRoomError as lack:
             made = self._make_room(catalog, lack)
-            if made is None and waited_s < HEAL_TIMEOUT_S:
+            if made is None and waited_s < self._state.deadlines.heal_s:
                 group.waits_for_room = True
             elif not made:
                 self._give_up(group, seq)
@@ -295,7 +289,7 @@ class BackupDesk:
             for backup in batch.backups:
                 backup.owner.copied(backup, ok)
 
-        job = self._state.new_job(session, done, BACKUP_DEADLINE_S)
+        job = self._state.new_job(session, done, self._state.deadlines.backup_s)
         session.copier.send(
             messages.BackupJob(
                 job=job.number,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierd.channel import Channel, ChannelClosed
+from tierd.control.deadlines import Deadlines
 from tierd.wire import codec
 from tierd.wire.messages import FromCopier, JobDone, Message, Shutdown
 
@@ -26,11 +27,17 @@ log = logging.getLogger("tierd.control")
 RESTART_S = 0.2
 """Pause before a copier is started again; doubled at each failure in a row, up to MAX_RESTART_S."""
 MAX_RESTART_S = 10.0
+DEATH_S = 30.0
+"""How long the end of the daemon waits for a killed copier."""
 
 
 class CopierState(enum.Enum):
+    """ENDING: it has been killed, or has closed its end; until its process is gone its copies may
+    still be on the wire. That can take long where much memory is pinned, and nobody waits."""
+
     STARTING = "starting"
     READY = "ready"
+    ENDING = "ending"
     DEAD = "restarting"
 
 
@@ -66,10 +73,12 @@ class Copier:
 
     Args:
         device: The GPU's UUID, or "host:<n>".
+        deadlines: The daemon's.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, deadlines: Deadlines) -> None:
         self.device = device
+        self._deadlines = deadlines
         self.state = CopierState.DEAD
         self.restarts = 0
         self.restart_at = 0.0
@@ -82,9 +91,10 @@ class Copier:
         self.pidfd = -1
         self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready_by = 0.0
         self._failures = 0
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
         """Start the process; `CopierReady` says when it can work."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -96,6 +106,8 @@ class Copier:
                 self.device,
                 "--channel-fd",
                 str(theirs.fileno()),
+                "--ready-timeout-s",
+                str(self._deadlines.ready_s),
             ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -104,6 +116,7 @@ class Copier:
         self.pidfd = os.pidfd_open(self.pid)
         self.channel = Channel(ours, codec.FROM_COPIER)
         self.state = CopierState.STARTING
+        self._ready_by = now + self._deadlines.start_s
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the copier something. A dead one is noticed by its end of file, not here."""
@@ -112,7 +125,13 @@ class Copier:
         try:
             self.channel.send(message, fds)
         except ChannelClosed:
-            self.kill()
+            self.end()
+
+    def overdue(self, now: float) -> bool:
+        """Does it not get ready, or not retire a job?"""
+        if self.state is CopierState.STARTING:
+            return now >= self._ready_by
+        return any(job.kills_at <= now for job in self.jobs.values())
 
     def ready(self, detail: dict[str, Any]) -> None:
         self.state = CopierState.READY
@@ -130,23 +149,27 @@ class Copier:
                 setattr(self.totals, name, getattr(self.totals, name) + moved)
         return job
 
-    def kill(self) -> None:
-        """End the process now. Its end of file follows."""
-        if self._process is not None:
-            self._process.kill()
-
-    def reap(self, now: float) -> int:
-        """The process is gone, or is made so: afterwards none of its copies is on the wire.
-
-        Returns its exit status. It is due to start again at `restart_at`.
-        """
-        assert self._process is not None
+    def end(self) -> None:
+        """End the process now, and hear nothing more of it. Does not wait: see `reap`."""
+        if self._process is None:
+            return
         self._process.kill()
-        status = self._process.wait()
         if self.channel is not None:
             self.channel.close()
+            self.channel = None
+        self.state = CopierState.ENDING
+
+    def reap(self, now: float) -> int | None:
+        """If the process is gone, none of its copies is on the wire any more.
+
+        Returns its exit status; it is due to start again at `restart_at`. None: it still ends.
+        """
+        assert self._process is not None
+        status = self._process.poll()
+        if status is None:
+            return None
         os.close(self.pidfd)
-        self.channel, self.pidfd, self.pid, self._process = None, -1, 0, None
+        self.pidfd, self.pid, self._process = -1, 0, None
         self.state = CopierState.DEAD
         self.chunks.clear()
         self.restarts += 1
@@ -169,6 +192,16 @@ class Copier:
                 self.device,
                 self.pid,
                 timeout_s,
+            )
+        self.end()
+        try:
+            self._process.wait(DEATH_S)
+        except subprocess.TimeoutExpired:
+            log.error(
+                "copier %s (pid %d) was killed and does not die: its driver does not let go; "
+                "its memory stays in use until it does",
+                self.device,
+                self.pid,
             )
         self.reap(0.0)
 

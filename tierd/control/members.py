@@ -20,14 +20,8 @@ from tierd.wire.geometry import check_pools, pool_layout
 
 log = logging.getLogger("tierd.control")
 
-LEASE_S = 30.0
 LEASE_SHARE = 0.5
 """Leases never hold more than this share of a pool."""
-RANKS_TIMEOUT_S = 2.0
-"""How long a backup waits for the last rank's report before it is shed for all."""
-DETACH_S = 5.0
-"""A copier that has not let go of a dead rank's memory by then is killed: the memory is the next
-engine's."""
 
 
 class Members:
@@ -82,7 +76,7 @@ class Members:
                 world_size=info.world_size,
                 namespace=info.namespace,
                 pools=info.pools,
-                leases=Leases(lease_s=LEASE_S, max_share=LEASE_SHARE),
+                leases=Leases(lease_s=self._state.deadlines.lease_s, max_share=LEASE_SHARE),
             )
         group.check_member(info)
         group.check_epoch(info.epoch)
@@ -190,7 +184,7 @@ class Members:
                     protocol=limits.PROTOCOL_VERSION,
                     software=f"tierd {__version__}",
                     routing_id=session.routing_id,
-                    lease_s=LEASE_S,
+                    lease_s=self._state.deadlines.lease_s,
                 ),
                 [self._pidfd, copier.pidfd, self._state.presence.fd],
             )
@@ -213,7 +207,7 @@ class Members:
         if not group.complete or group.sequencer is not None:
             return
         first = {rank: session.info.next_seq for rank, session in group.sessions.items()}
-        group.sequencer = Sequencer(first, RANKS_TIMEOUT_S)
+        group.sequencer = Sequencer(first, self._state.deadlines.ranks_s)
         group.backups = Backups(
             group.world_size, self._state.writers, lambda seq, kept: group.acks.append((seq, kept))
         )
@@ -240,7 +234,7 @@ class Members:
         group.leases.end_all()
         copier = session.copier
         if copier.state is CopierState.READY:
-            self._detaching[session.number] = (copier, now + DETACH_S)
+            self._detaching[session.number] = (copier, now + self._state.deadlines.detach_s)
             copier.send(messages.Detach(session=session.number))
         loading = self._state.loading()
         for number in group.leases.unfinished(info.rank):

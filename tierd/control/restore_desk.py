@@ -6,16 +6,11 @@ import numpy as np
 
 from tierd.control.groups import Session
 from tierd.control.leases import Held, Want
-from tierd.control.members import LEASE_S
 from tierd.control.ring import check_ring
 from tierd.control.state import State
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import RESTORE_ENTRIES
-
-RESTORE_DEADLINE_S = limits.READY_TIMEOUT_S + 10.0
-"""A restore that has not retired by then costs its copier its life: only then is it safe to say
-that nothing writes the pages any more."""
 
 
 class RestoreDesk:
@@ -47,7 +42,8 @@ class RestoreDesk:
             )
         self._state.counters["lookups"] += 1
         self._state.counters["lookup_hits"] += bool(lengths)
-        reply = messages.LookupReply(request=message.request, lengths=lengths, lease_s=LEASE_S)
+        lease_s = self._state.deadlines.lease_s
+        reply = messages.LookupReply(request=message.request, lengths=lengths, lease_s=lease_s)
         self._state.endpoint.send(session.routing_id, reply)
 
     def _want(self, session: Session, epoch: str, parts: list[messages.Part], blob: bytes) -> Want:
@@ -101,7 +97,7 @@ class RestoreDesk:
             wants,
             signature,
             set(session.group.sessions),
-            deadline=now + RESTORE_DEADLINE_S,
+            deadline=now + self._state.deadlines.restore_s,
             tick=self._state.next_tick(),
         )
         if pins.signature != signature or session.info.rank not in pins.ranks_left:
@@ -127,7 +123,7 @@ class RestoreDesk:
                 session.fail_restore(message.entry, message.generation)
             group.leases.retire(message.number, rank)
 
-        job = self._state.new_job(session, done, RESTORE_DEADLINE_S, message.number)
+        job = self._state.new_job(session, done, self._state.deadlines.restore_s, message.number)
         session.copier.send(
             messages.RestoreJob(
                 job=job.number,

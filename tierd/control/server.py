@@ -36,7 +36,6 @@ log = logging.getLogger("tierd.control")
 
 TICK_S = 0.02
 IDLE_S = 1.0
-STOP_S = 5.0
 
 
 @dataclass(eq=False)
@@ -92,7 +91,7 @@ class Control:
     def run(self, on_ready: Callable[[], None]) -> int:
         with self._signals():
             for copier in self._state.copiers.values():
-                copier.start()
+                copier.start(time.monotonic())
             announced = False
             while self._stopping is None:
                 self._wait()
@@ -129,7 +128,7 @@ class Control:
         for copier in self._state.copiers.values():
             copier.send(messages.Shutdown())
         for copier in self._state.copiers.values():
-            copier.stop(STOP_S)
+            copier.stop(self._state.deadlines.stop_s)
         self._state.room.close()
         self._state.presence.close()
         if self._pidfd >= 0:
@@ -164,6 +163,9 @@ class Control:
         poller.register(self._wake_out, zmq.POLLIN)
         for channel in self._channels():
             poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if channel.wants_write else 0))
+        for copier in self._state.copiers.values():
+            if copier.state is CopierState.ENDING:
+                poller.register(copier.pidfd, zmq.POLLIN)
         patience_s = 0.0 if self._can_work() else TICK_S if self._is_busy() else IDLE_S
         poller.poll(int(patience_s * 1000))
         with contextlib.suppress(BlockingIOError):
@@ -206,6 +208,8 @@ class Control:
             self._receive_client(route, data, now)
 
     def _receive_copier(self, copier: Copier, now: float) -> None:
+        if copier.state is CopierState.ENDING:
+            self._bury(copier, now)
         if copier.channel is None:
             return
         try:
@@ -214,10 +218,10 @@ class Control:
                 close_all(fds)
                 self._on_copier(copier, message, now)
         except ChannelClosed:
-            self._copier_died(copier, now)
+            copier.end()
         except ProtocolError as error:
             log.error("copier %s makes no sense (%s); starting it again", copier.device, error)
-            copier.kill()
+            copier.end()
 
     def _receive_lifeline(self, connection: Connection, now: float) -> None:
         channel = connection.channel
@@ -344,8 +348,12 @@ class Control:
         else:
             self._members.detached(message.session)
 
-    def _copier_died(self, copier: Copier, now: float) -> None:
-        ended = describe_exit(copier.reap(now))
+    def _bury(self, copier: Copier, now: float) -> None:
+        """See whether a copier is dead by now, and take note of all that went with it."""
+        status = copier.reap(now)
+        if status is None:
+            return
+        ended = describe_exit(status)
         log.error(
             "copier %s died (%s); its copies have failed, it is started again in %.1f s",
             copier.device,
@@ -366,14 +374,17 @@ class Control:
         for copier in self._state.copiers.values():
             if copier.state is CopierState.DEAD:
                 if now >= copier.restart_at:
-                    copier.start()
-            elif copier in stuck or any(job.kills_at <= now for job in copier.jobs.values()):
+                    copier.start(now)
+            elif copier.state is not CopierState.ENDING and (
+                copier in stuck or copier.overdue(now)
+            ):
                 log.error(
-                    "copier %s (pid %d) does not finish its copies; killing it so that nothing "
-                    "is written late",
+                    "copier %s (pid %d, %s) does not answer or finish its copies in time; killing "
+                    "it so that nothing is written late, and starting another",
                     copier.device,
                     copier.pid,
+                    copier.state.value,
                 )
-                copier.kill()
+                copier.end()
         self._state.drop_private()
         self._state.room.rebalance(now)

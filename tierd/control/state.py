@@ -10,6 +10,7 @@ from tierd.config import ServeConfig
 from tierd.control.backups import Writers
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier, Job
+from tierd.control.deadlines import Deadlines
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
@@ -36,7 +37,8 @@ class State:
 
     def __init__(self, endpoint: Endpoint, config: ServeConfig) -> None:
         self.endpoint = endpoint
-        self.copiers = {name: Copier(name) for name in config.devices}
+        self.deadlines = Deadlines().times(config.patience)
+        self.copiers = {name: Copier(name, self.deadlines) for name in config.devices}
         self.presence = SharedPresence(config.memory_bytes)
         self.room = RoomKeeper(config.memory_bytes, _tell, config.pool_shares)
         self.catalogs: dict[bytes, Catalog] = {}
