@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
+import torch
 from sglang_harness import Daemon, prompt
+from sglang_users import ENGINES, LARGE
 from tierd_client.bench.scheduler_tree import SchedulerTree, TierName
+from tierd_client.sglang.tree_engine import TreeEngine
 from tierd_client.sglang.tree_pools import EngineShape
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,3 +177,111 @@ def test_no_thread_of_ours_runs_in_the_engine(open_tree: Open) -> None:
         keep(tree, 1, 4 * PAGE)
         assert tree.match(tree.new_request("hit", [*prompt(1, 4 * PAGE), 0])) == 4 * PAGE
         assert set(threading.enumerate()) <= before
+
+
+# --- on a GPU ---------------------------------------------------------------------------------
+
+on_a_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.parametrize("tier", [{"devices": "0", "memory": "512MiB"}]),
+    pytest.mark.timeout(120),
+]
+EVERYTHING = 1 << 30
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in on_a_gpu:
+        test = mark(test)
+    return test
+
+
+class SchedulerCalls:
+    """What a linker is called for, and what that asks of the driver, counted. A call that waits
+    for the GPU raises; the verdict (`finish_layer_wise_loading`) alone may wait."""
+
+    LINKER = (
+        "offload",
+        "num_completed_offloads",
+        "pop_completed_offload",
+        "lookup",
+        "load",
+        "start_layer_wise_loading",
+    )
+
+    def __init__(self, linker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from tierd_client import cuda_device
+
+        self.made: Counter[str] = Counter()
+        self.driver: Counter[str] = Counter()
+        for name in self.LINKER:
+            monkeypatch.setattr(linker, name, self._guarded(getattr(linker, name)))
+        counter = linker.layer_done_counter
+        monkeypatch.setattr(counter, "wait_until", self._guarded(counter.wait_until))
+        call = cuda_device._call
+
+        def counted(function: Any, *args: Any) -> Any:
+            self.driver[function.__name__] += 1
+            return call(function, *args)
+
+        monkeypatch.setattr(cuda_device, "_call", counted)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.made[call.__name__] += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return guarded
+
+
+@gpu
+@pytest.mark.parametrize("name", ["full", "window", "window-state"])
+def test_no_call_of_the_scheduler_waits_for_the_gpu(
+    open_engine: Callable[..., TreeEngine], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = open_engine(device="cuda", **{**LARGE, **ENGINES[name]})
+    calls = SchedulerCalls(engine.linker, monkeypatch)
+    for seed in range(4):
+        engine.serve(f"first{seed}", prompt(seed, 192))
+    engine.drain()
+    engine.evict(window_tokens=EVERYTHING, states=EVERYTHING)
+    for seed in range(4):
+        again = engine.serve(f"again{seed}", [*prompt(seed, 192), 1])
+        assert again.loaded
+        assert again.checked
+        assert not again.wrong
+    assert set(calls.made) == {*SchedulerCalls.LINKER, "wait_until"}
+    # The asynchronous ones, and no other.
+    assert set(calls.driver) == {
+        "cuMemcpyDtoHAsync",
+        "cuStreamWriteValue32",
+        "cuStreamWaitValue32",
+    }
+
+
+@gpu
+@pytest.mark.parametrize("shape", [{}, {"window": 2 * PAGE}], ids=["full", "full+swa"])
+def test_a_step_asks_the_driver_for_one_copy_and_two_words(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, shape: dict[str, int]
+) -> None:
+    sizes = EngineShape(
+        page_tokens=PAGE, pool_tokens=1024, requests=64, device="cuda", **LARGE, **shape
+    )
+    with SchedulerTree("tierd", sizes, str(daemon.socket)) as tree, tree.settings():
+        tree.tree.check_hicache_events()
+        calls = SchedulerCalls(tree.linker, monkeypatch)
+        counted = []
+        for nodes in (1, 8, 48):
+            for request in running(tree, range(100 * nodes, 101 * nodes)):
+                tree.finish(request)
+            calls.driver.clear()
+            with CountTorch() as torch_operations:
+                tree.linker.num_completed_offloads()
+            assert calls.driver == {"cuMemcpyDtoHAsync": 1, "cuStreamWriteValue32": 2}
+            counted.append(torch_operations.count)
+            tree.drain()
+        assert counted == [counted[0]] * 3

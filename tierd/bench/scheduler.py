@@ -12,6 +12,7 @@ TIERS = {"none": "L1 only", "noop": "no-op linker", "hicache": "HiCache", "tierd
 _PER_BATCH = {
     "finish, a request": "{n} finish: each",
     "flush, a step": "{n} finish: flush",
+    "flush, the linker's part": "{n} finish: flush, the linker's part",
     "flush, a step, CPU time": "{n} finish: flush, CPU time",
     "acks, a step": "{n} finish: acks",
 }

@@ -137,6 +137,10 @@ def scheduler(
     quick: Annotated[
         bool, typer.Option("--quick", help="Full attention only, and one size of requests.")
     ] = False,
+    core: Annotated[
+        Literal["rust", "python", "both"],
+        typer.Option(help="SGLang's tree core; by itself it takes the Rust one."),
+    ] = "both",
     rounds: Annotated[
         int, typer.Option(min=1, max=100, help="How often every tier has its turn in each case.")
     ] = 2,
@@ -161,7 +165,7 @@ def scheduler(
         socket = directory / "tierd.sock"
         command = [sys.executable, "-m", "tierd_client.bench.scheduler", "--socket", str(socket)]
         command += ["--device", "cuda" if gpus else "cpu", *(["--quick"] if quick else [])]
-        command += ["--rounds", str(rounds)]
+        command += ["--rounds", str(rounds), *(["--core", core] if core != "both" else [])]
         task = progress.add_task("starting", total=1.0)
 
         def on_progress(line: Line) -> None:

@@ -14,7 +14,7 @@ import platform
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
@@ -26,6 +26,8 @@ import torch
 from tierd_client.bench.scheduler_tree import TIERS, WITHOUT_GPU, SchedulerTree, TierName
 from tierd_client.sglang.tree_pools import EngineShape
 
+FLUSH = "num_completed_offloads"
+"""The call of a linker that sends a step's nodes."""
 WARM_UP_STEPS = 4
 """Two fill the device, which then evicts; four fill HiCache's host pool."""
 IDLE_CALLS = 200
@@ -34,6 +36,8 @@ STEPS = {1: 8, 8: 4, 64: 2}
 """By how many requests finish in a step: steps a round."""
 MATCH_PAGES = (100, 1000)
 REQUESTS = 96
+CORES = ("rust", "python")
+"""SGLang's tree cores; the first is what it chooses by itself."""
 _VOCABULARY = 50_000
 
 
@@ -66,15 +70,16 @@ class Case:
 
     def shape(self, device: str) -> EngineShape:
         """A device that holds twice what the largest step does: from its third step on, every
-        tier evicts. Small rows: what they hold costs the scheduler nothing."""
+        tier evicts. Few layers: their number costs the scheduler nothing. On a GPU the rows have
+        the size of common models', which decides what HiCache copies them with."""
         step = max(STEPS) * self.pages
         pages = max(2 * step, MATCH_PAGES[-1] + self.pages if self.matches else 0)
         return EngineShape(
             page_tokens=self.page_tokens,
             pool_tokens=pages * self.page_tokens,
-            layers=4 if device == "cpu" else 16,
-            heads=1 if device == "cpu" else 2,
-            head_dim=8 if device == "cpu" else 64,
+            layers=3,
+            heads=1 if device == "cpu" else 8,
+            head_dim=8 if device == "cpu" else 128,
             core=self.core,
             window=self.window,
             states=2 * REQUESTS if self.states else 0,
@@ -83,16 +88,15 @@ class Case:
         )
 
 
-def cases(quick: bool) -> list[Case]:
-    """Rust is the core that SGLang chooses by itself."""
+def cases(quick: bool, cores: Sequence[str] = CORES) -> list[Case]:
     found = []
-    for core in ("rust", "python"):
+    for core in cores:
         found.append(Case(64, 16, core, matches=True))
         found.append(Case(1, 256, core, matches=True))
         if not quick:
-            found.append(Case(64, 64, core))
             found.append(Case(64, 16, core, window=128))
             found.append(Case(1, 256, core, window=128, states=True))
+            found.append(Case(64, 64, core))
     return found
 
 
@@ -118,14 +122,18 @@ class Bench:
 
     def __init__(self, case: Case, device: str, socket: str) -> None:
         self.case = case
+        self.left_out: list[str] = []
+        """What could not run, in words."""
         self._stack = contextlib.ExitStack()
-        self._samples: Mapping[str, Samples] = defaultdict(lambda: defaultdict(list))
+        self._samples: dict[str, Samples] = defaultdict(lambda: defaultdict(list))
         self._shape = case.shape(device)
         self._trees: dict[TierName, SchedulerTree] = {}
         self._numbers = count()
         with contextlib.ExitStack() as stack:
             for tier in TIERS:
-                self._trees[tier] = stack.enter_context(SchedulerTree(tier, self._shape, socket))
+                with self._if_it_runs(tier):
+                    tree = SchedulerTree(tier, self._shape, socket)
+                    self._trees[tier] = stack.enter_context(tree)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Bench:
@@ -138,18 +146,15 @@ class Bench:
         """Warm up until every tier evicts, then measure; a round starts with another tier than the
         one before."""
         for tier in TIERS:
-            with self._trees[tier].settings():
-                for _ in range(WARM_UP_STEPS):
-                    self._step(self._trees[tier], max(STEPS), defaultdict(list))
+            for _ in range(WARM_UP_STEPS):
+                self._turn(tier, lambda tree: self._step(tree, max(STEPS), defaultdict(list)))
             progress()
         gc.collect()
         gc.freeze()  # as an engine does when it is warm
         for number in range(rounds):
             for turn in range(len(TIERS)):
                 tier = TIERS[(number + turn) % len(TIERS)]
-                tree, samples = self._trees[tier], self._samples[tier]
-                with tree.settings():
-                    self._measure(tree, samples)
+                self._turn(tier, self._measure)
                 progress()
         gc.unfreeze()
 
@@ -173,7 +178,31 @@ class Bench:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _measure(self, tree: SchedulerTree, samples: Samples) -> None:
+    @contextlib.contextmanager
+    def _if_it_runs(self, tier: TierName) -> Iterator[None]:
+        """What others need to run is not ours to have: where HiCache fails, the result says so and
+        the rest is measured without it."""
+        try:
+            yield
+        except Exception as error:
+            if tier != "hicache":
+                raise
+            self._trees.pop(tier, None)
+            self._samples.pop(tier, None)
+            reason = str(error).strip().splitlines() or [""]
+            self.left_out.append(
+                f"{self.case.name}: HiCache failed, {type(error).__name__}: {reason[0][:300]}"
+            )
+
+    def _turn(self, tier: TierName, act: Callable[[SchedulerTree], None]) -> None:
+        """Let a tier act, if it is there."""
+        tree = self._trees.get(tier)
+        if tree is not None:
+            with self._if_it_runs(tier), tree.settings():
+                act(tree)
+
+    def _measure(self, tree: SchedulerTree) -> None:
+        samples = self._samples[tree.tier]
         for batch, steps in STEPS.items():
             for _ in range(steps):
                 self._step(tree, batch, samples)
@@ -201,11 +230,15 @@ class Bench:
         for request in requests:
             with _clock(samples["finish, a request", batch]):
                 tree.finish(request)
+        own: Samples = defaultdict(list)
+        part = contextlib.nullcontext() if tree.linker is None else _timed(tree, FLUSH, own)
         busy = time.thread_time_ns()
-        with _clock(samples["flush, a step", batch]):
+        with part, _clock(samples["flush, a step", batch]):
             tree.submit()
         # On few cores the processes that a message wakes take the scheduler's; this is without.
         samples["flush, a step, CPU time", batch].append(time.thread_time_ns() - busy)
+        if own:
+            samples["flush, the linker's part", batch] += own[FLUSH, 0]
         drained = tree.drain()
         if tree.tier != "none":
             samples["acks, a step", batch].append(drained)
@@ -347,24 +380,35 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def run(
-    socket: str, device: str, quick: bool, rounds: int, progress: Callable[[float, str], None]
+    socket: str,
+    device: str,
+    todo: Sequence[Case],
+    rounds: int,
+    progress: Callable[..., None],
 ) -> dict[str, Any]:
-    """Measure everything. Returns: `rows`, `left_out` (what could not run, in words),
-    `client_memory`, `machine`."""
+    """Measure these cases.
+
+    Args:
+        progress: Called with the share that is done, the case, and once a case with its `rows`.
+
+    Returns: `rows`, `left_out` (what could not run, in words), `client_memory`, `machine`.
+    """
     if device == "cpu":
         torch.set_num_threads(1)
     memory = client_memory(device, socket)
-    todo = cases(quick)
-    total = len(todo) * (rounds + 1) * len(TIERS)
+    total = len(todo) * ((rounds + 1) * len(TIERS) + 1)
     done = count(1)
     rows: list[Row] = []
+    left_out = [WITHOUT_GPU] if device == "cpu" else []
     for case in todo:
         with Bench(case, device, socket) as bench:
             bench.run(rounds, lambda name=case.name: progress(next(done) / total, name))  # type: ignore[misc]
-            rows += bench.rows()
+            left_out += bench.left_out
+            rows += (found := bench.rows())
+        progress(next(done) / total, case.name, rows=[row._asdict() for row in found])
     return {
         "machine": machine(device),
-        "left_out": [WITHOUT_GPU] if device == "cpu" else [],
+        "left_out": left_out,
         "client_memory": memory,
         "rows": [row._asdict() for row in rows],
     }
@@ -377,13 +421,15 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--core", choices=CORES, action="append")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
+    todo = cases(arguments.quick, arguments.core or CORES)
 
-    def progress(done: float, text: str) -> None:
-        print(json.dumps({"done": done, "text": text}), flush=True)
+    def progress(done: float, text: str, **more: Any) -> None:
+        print(json.dumps({"done": done, "text": text, **more}), flush=True)
 
-    result = run(arguments.socket, arguments.device, arguments.quick, arguments.rounds, progress)
+    result = run(arguments.socket, arguments.device, todo, arguments.rounds, progress)
     print(json.dumps({"result": result}), flush=True)
 
 

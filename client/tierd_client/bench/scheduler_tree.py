@@ -81,8 +81,12 @@ class SchedulerTree:
                 "enable_hierarchical_cache": True,
                 "hicache_write_policy": "write_through",
                 "hicache_io_backend": "kernel",
-                # The states' host pool has no other layout.
-                "hicache_mem_layout": "page_first" if self.shape.states else "layer_first",
+                # SGLang's default, which the states' host pool needs, has copies for CUDA alone.
+                "hicache_mem_layout": (
+                    "layer_first"
+                    if self.shape.device == "cpu" and not self.shape.states
+                    else "page_first"
+                ),
                 "hicache_ratio": HOST_POOL_RATIO,
                 "hicache_size": 0,
             }
