@@ -30,10 +30,10 @@ def heads_first(**changes: Any) -> Any:
         return plain(**changes)
 
 
-def four_bits() -> Any:
+def four_bits(**changes: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolFP4
 
-    return plain(MHATokenToKVPoolFP4)
+    return plain(MHATokenToKVPoolFP4, **changes)
 
 
 def latent(**changes: Any) -> Any:

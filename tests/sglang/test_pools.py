@@ -39,14 +39,14 @@ def page_bytes(pool: DevicePool) -> list[int]:
     return [buffer.row_bytes for buffer in spec.buffers]
 
 
-def test_a_plain_pool_is_all_keys_then_all_values() -> None:
+def test_a_plain_pool_is_keys_and_values_layer_by_layer() -> None:
     kvcache = plain(v_head_dim=16)
     found = walk(kvcache)
     (pool,) = found.pools
-    assert layers(pool) == [0, 1, 0, 1]
-    assert pool.buffers[1].tensor is kvcache.k_buffer[1]
-    assert pool.buffers[2].tensor is kvcache.v_buffer[0]
-    assert page_bytes(pool) == [PAGE * 2 * 32 * 2] * 2 + [PAGE * 2 * 16 * 2] * 2
+    assert layers(pool) == [0, 0, 1, 1]
+    assert pool.buffers[1].tensor is kvcache.v_buffer[0]
+    assert pool.buffers[2].tensor is kvcache.k_buffer[1]
+    assert page_bytes(pool) == [PAGE * 2 * 32 * 2, PAGE * 2 * 16 * 2] * 2
     assert (pool.window, found.num_layers) == (0, 2)
 
 
@@ -66,9 +66,9 @@ def test_with_heads_first_a_row_is_a_page() -> None:
 def test_scales_are_part_of_the_page() -> None:
     kvcache = four_bits()
     (pool,) = walk(kvcache).pools
-    assert layers(pool) == [0, 1] * 4
-    assert page_bytes(pool) == [PAGE * 2 * 32 // 2] * 4 + [PAGE * 2 * 32 // 16] * 4
-    assert pool.buffers[6].tensor is kvcache.v_scale_buffer[0]
+    assert layers(pool) == [0] * 4 + [1] * 4
+    assert page_bytes(pool) == ([PAGE * 2 * 32 // 2] * 2 + [PAGE * 2 * 32 // 16] * 2) * 2
+    assert pool.buffers[3].tensor is kvcache.v_scale_buffer[0]
 
 
 @pytest.mark.parametrize("page_tokens", [64, 128])
@@ -77,8 +77,9 @@ def test_scales_of_mxfp8_stand_by_token_or_by_page(page_tokens: int) -> None:
 
     kvcache = plain(MHATokenToKVPoolMXFP8, page_size=page_tokens, size=4 * page_tokens)
     (pool,) = walk(kvcache, page_size=page_tokens).pools
-    assert page_bytes(pool) == [page_tokens * 2 * 32] * 4 + [page_tokens * 2] * 4
-    assert [buffer.rows_are_pages for buffer in pool.buffers[4:]] == [page_tokens == 128] * 4
+    assert page_bytes(pool) == ([page_tokens * 2 * 32] * 2 + [page_tokens * 2] * 2) * 2
+    scales = pool.buffers[2:4] + pool.buffers[6:8]
+    assert [buffer.rows_are_pages for buffer in scales] == [page_tokens == 128] * 4
 
 
 def nvfp4(native: bool) -> Any:
@@ -92,9 +93,13 @@ def nvfp4(native: bool) -> Any:
 def test_scales_of_nvfp4_stand_by_token_or_by_page(native: bool) -> None:
     kvcache = nvfp4(native)
     (pool,) = walk(kvcache).pools
-    data, scales = pool.buffers[:4], pool.buffers[4:]
+    half = len(pool.buffers) // 2
+    data = [*pool.buffers[:2], *pool.buffers[half : half + 2]]
+    scales = [*pool.buffers[2:half], *pool.buffers[half + 2 :]]
     assert [buffer.tensor.data_ptr() for buffer in data] == [
-        tensor.data_ptr() for tensor in (*kvcache.k_buffer, *kvcache.v_buffer)
+        side[layer].data_ptr()
+        for layer in range(2)
+        for side in (kvcache.k_buffer, kvcache.v_buffer)
     ]
     kept = [
         side
@@ -107,7 +112,7 @@ def test_scales_of_nvfp4_stand_by_token_or_by_page(native: bool) -> None:
         if side is not None
     ]
     assert len(scales) == sum(len(side) for side in kept) > 0
-    assert set(page_bytes(pool)[4:]) == {PAGE * 2 * 64 // 16}
+    assert set(page_bytes(pool)) == {PAGE * 2 * 64 // 2, PAGE * 2 * 64 // 16}
     by_page = kvcache.native_k_scale_buffer is not None
     assert any(buffer.rows_are_pages for buffer in scales) == by_page == native
 
@@ -132,7 +137,7 @@ def test_sliding_windows_are_a_pool_of_their_own() -> None:
     found = walk(sliding_window())
     full, swa = found.pools
     assert (full.name, layers(full), full.window) == ("kv", [1, 1], 0)
-    assert (swa.name, layers(swa), swa.window) == ("swa", [0, 2, 0, 2], 3)
+    assert (swa.name, layers(swa), swa.window) == ("swa", [0, 0, 2, 2], 3)
     assert found.num_layers == 3
 
 
@@ -145,7 +150,7 @@ def test_a_state_is_a_page_of_one_slot() -> None:
     requests = recurrent_requests()
     found = walk(hybrid_linear(requests), requests)
     full, states = found.pools
-    assert (full.name, layers(full)) == ("kv", [1, 3, 1, 3])
+    assert (full.name, layers(full)) == ("kv", [1, 1, 3, 3])
     assert (states.name, layers(states), states.window) == ("mamba", [0, 2, 0, 2], 1)
     cache = requests.mamba_pool.mamba_cache
     assert (
@@ -179,12 +184,19 @@ def test_a_draft_model_shares_the_pages_of_its_target() -> None:
     draft = plain(layer_num=1, head_num=1)
     found = walk(plain(), sidecar_draft_device_pools=(draft,))
     (pool,) = found.pools
-    assert layers(pool) == [0, 1, 0, 1, 0, 0]
+    assert layers(pool) == [0, 0, 1, 1, 0, 0]
     assert pool.buffers[4].tensor is draft.k_buffer[0]
     assert found.num_layers == 2
 
     deep = plain(layer_num=3)
-    assert layers(walk(plain(), sidecar_draft_device_pools=(deep,)).pools[0])[4:7] == [0, 1, 1]
+    assert layers(walk(plain(), sidecar_draft_device_pools=(deep,)).pools[0])[4:] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_packed_drafts_ride_on_the_layers_of_their_depth() -> None:

@@ -58,7 +58,7 @@ class PoolMemory:
     """All of a pool that a page or a state consists of.
 
     Attributes:
-        regions: K of all layers, then V, then what is beside them.
+        regions: In an order that is the same in every engine with such a pool.
         format: What the bytes mean, as far as their number does not tell.
     """
 
@@ -154,11 +154,13 @@ def _mha(pool: Any, page_tokens: int) -> PoolMemory:
         raise RefusedError(f"a {type(pool).__name__} whose parts have different numbers of layers")
     if pool.use_hnd and any(buffer.shape[2] != page_tokens for buffer in pool.k_buffer):
         raise RefusedError("the KV pool's pages of layout 'hnd' are not those of the tree")
+    # Layer by layer: where K and V of a layer follow each other on the device, they do so in host
+    # memory too, and a page is one strided copy rather than two.
     regions = [
-        Region(tensor, layer, rows_are_pages)
+        Region(side[layer], layer, rows_are_pages)
+        for layer in range(layers)
         for side, rows_are_pages in sides
         if side is not None
-        for layer, tensor in enumerate(side)
     ]
     scales = " with interleaved scales" if interleaved else ""
     return PoolMemory(
@@ -208,6 +210,8 @@ _KNOWN: dict[type, Callable[[Any, int], PoolMemory]] = {
     MLATokenToKVPoolFP4: _mla,
     DSATokenToKVPool: _dsa,
 }
+KNOWN_CLASSES = frozenset(_KNOWN)
+"""The classes of KV pools that `attention_memory` can describe."""
 
 _WHY_NOT = {
     "NoOpMHATokenToKVPool": "it holds no KV",
