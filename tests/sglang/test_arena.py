@@ -3,6 +3,7 @@ page in few strided copies."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import pkgutil
 import types
@@ -79,6 +80,20 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> None:
             return create_in_arena(create, pool)
 
         monkeypatch.setattr(hook.target, created)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the test runs, the plugin's hooks are in, as SGLang puts them in at its start."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from tierd_client.sglang.plugin import arena
+
+    for hook in arena.HOOKS:
+        monkeypatch.setattr(hook.target, pkgutil.resolve_name(hook.target))  # to be put back
+    monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    arena.install()
+    HookRegistry.apply_hooks()
 
 
 def tensors(kvcache: Any, page_tokens: int) -> list[list[torch.Tensor]]:
@@ -198,6 +213,33 @@ def test_a_pool_whose_rehearsal_fails_is_allocated_as_usual(
     first, second = arena.create_in_arena(create, plain())
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     assert "its rehearsal failed" in caplog.text
+
+
+CONFIG = {"linker": "TierdLinker", "linker_module_path": "tierd_client.sglang"}
+
+
+@pytest.mark.parametrize(
+    ("on", "config", "allocations"),
+    [
+        (True, CONFIG, 1),
+        (True, {**CONFIG, "linker_extra_config": {"socket": "/run/tierd.sock"}}, 1),
+        (True, {**CONFIG, "linker_extra_config": {"arena": False}}, LAYERS),
+        (True, {**CONFIG, "linker_module_path": "another"}, LAYERS),
+        (False, CONFIG, LAYERS),
+    ],
+)
+def test_only_an_engine_with_a_tierd_linker_has_arenas(
+    plugin: None, on: bool, config: dict[str, Any], allocations: int
+) -> None:
+    with (
+        load_sglang()
+        .get_context()
+        .override_server_args(
+            enable_unified_cache_external_linker=on, unified_cache_external_linker_config=config
+        )
+    ):
+        pool = plain(layer_num=LAYERS)
+    assert len({keys.untyped_storage().data_ptr() for keys in pool.k_buffer}) == allocations
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         socket: The daemon's lifeline socket; null for the user's default one.
+        arena: Whether the plugin, if it is there, puts each KV pool into one allocation.
     """
 
     socket: str | None = None
+    arena: bool = True
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 
-FEATURES = ("tierd_client.sglang.plugin.tree",)
+FEATURES = ("tierd_client.sglang.plugin.tree", "tierd_client.sglang.plugin.arena")
 """Modules with a function `install()` each, run in this order. Importing one and running it must be
 cheap in a process that needs nothing of it. If one raises, SGLang logs it and the engine runs on
 without that one and those after it."""
