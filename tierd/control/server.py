@@ -57,7 +57,7 @@ def serve(config: ServeConfig, on_ready: Callable[[], None]) -> int:
     Raises: ConfigError: the socket cannot be had; the text says why and what to do.
     """
     _raise_descriptor_limit()
-    control = Control(config)
+    control = Control(State(Endpoint(config.socket), config))
     try:
         return control.run(on_ready)
     finally:
@@ -72,11 +72,15 @@ def _raise_descriptor_limit() -> None:
 
 
 class Control:
-    """One daemon. Not thread-safe: everything happens in `run`."""
+    """One daemon. Not thread-safe: everything happens in `run`, or in whoever calls `turn`.
 
-    def __init__(self, config: ServeConfig) -> None:
+    Args:
+        state: With an endpoint that is open; control closes it.
+    """
+
+    def __init__(self, state: State) -> None:
         self._started = time.monotonic()
-        self._state = State(Endpoint(config.socket), config)
+        self._state = state
         self._pidfd = os.pidfd_open(os.getpid())
         self._members = Members(self._state, self._pidfd)
         self._backups = BackupDesk(self._state)
@@ -95,13 +99,7 @@ class Control:
             announced = False
             while self._stopping is None:
                 self._wait()
-                now = time.monotonic()
-                self._receive(now)
-                self._backups.decide(now)
-                self._backups.send_acks()
-                if now >= self._next_tick:
-                    self._next_tick = now + TICK_S
-                    self._housekeep(now)
+                self.turn(time.monotonic())
                 if not announced:
                     dead = [c for c in self._state.copiers.values() if c.state is CopierState.DEAD]
                     if dead:
@@ -115,6 +113,15 @@ class Control:
                         announced = True
             log.info("stopping: %s", self._stopping)
             return 0
+
+    def turn(self, now: float) -> None:
+        """Take what has arrived, do what is due. Never waits."""
+        self._receive(now)
+        self._backups.decide(now)
+        self._backups.send_acks()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._housekeep(now)
 
     def close(self) -> None:
         """End every process, close every mapping, leave no file behind. Idempotent."""
