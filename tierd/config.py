@@ -23,7 +23,14 @@ else:
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_HOST_DEVICES = 64
 MIN_PATIENCE, MAX_PATIENCE = 0.05, 100.0
-_TYPES: Mapping[str, type] = {"memory_check": bool, "pool": tuple, "patience": float}
+MIN_GBPS = 0.5
+"""Slower, and the largest restores would not be done before they are given up."""
+_TYPES: Mapping[str, type] = {
+    "memory_check": bool,
+    "pool": tuple,
+    "patience": float,
+    "max_gbps": float,
+}
 _MAX_SOCKET_PATH = 107 - len(".zmq")
 """A Unix socket's address holds 107 bytes (Linux, unix(7)); the ZeroMQ socket's is 4 longer."""
 
@@ -40,6 +47,8 @@ class ServeConfig:
         pool_shares: For each pool that has a cap, by name: the share of the memory that its pages
             take at most, all engines together. 0 < share <= 1.
         patience: Multiplies every deadline of `tierd.control.deadlines`.
+        max_gbps: What a device's copies take at most in either direction, in GB/s (1e9 bytes).
+            None: no cap.
     """
 
     socket: Path
@@ -48,6 +57,7 @@ class ServeConfig:
     log_level: str
     pool_shares: Mapping[str, float] = field(default_factory=dict)
     patience: float = 1.0
+    max_gbps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class ServeOptions:
     log_level: str | None = None
     pool: tuple[str, ...] | None = None
     patience: float | None = None
+    max_gbps: float | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -74,7 +85,7 @@ class ServeOptions:
 
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
-    `memory-check`, `devices`, `log-level`, `pool`, `patience`.
+    `memory-check`, `devices`, `log-level`, `pool`, `patience`, `max-gbps`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -144,7 +155,14 @@ def resolve(
         log_level=log_level,
         pool_shares=dict(map(parse_pool_share, options.pool or ())),
         patience=_check_patience(1.0 if options.patience is None else options.patience),
+        max_gbps=_check_max_gbps(options.max_gbps),
     )
+
+
+def _check_max_gbps(rate: float | None) -> float | None:
+    if rate is not None and not MIN_GBPS <= rate < float("inf"):
+        raise ConfigError(f"--max-gbps {rate:g}: choose {MIN_GBPS:g} GB/s or more, or leave it out")
+    return rate
 
 
 def _check_patience(factor: float) -> float:

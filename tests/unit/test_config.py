@@ -193,6 +193,19 @@ def test_caps_in_a_file_are_a_list_of_strings(value: str) -> None:
         parse_toml(f"pool = {value}")
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"), [("", None), ("max-gbps = 10", 10.0), ("max-gbps = 0.5", 0.5)]
+)
+def test_copies_can_have_a_cap(text: str, rate: float | None) -> None:
+    assert settle(parse_toml(text)).max_gbps == rate
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 0.4, float("inf"), float("nan")])
+def test_a_cap_that_cannot_work_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="--max-gbps"):
+        settle(ServeOptions(max_gbps=rate))
+
+
 @pytest.mark.parametrize(("text", "patience"), [("", 1.0), ("patience = 2", 2.0)])
 def test_deadlines_can_be_stretched(text: str, patience: float) -> None:
     assert settle(parse_toml(text)).patience == patience

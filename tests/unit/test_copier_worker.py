@@ -645,7 +645,7 @@ def test_a_device_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) 
 class Bench:
     """A worker in this process, with a clock that stands still until it is moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes_per_s: float | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.now = 0.0
         self.channel = Channel(ours, codec.FROM_COPIER)
@@ -654,6 +654,7 @@ class Bench:
             HostBackend(),
             "host:0",
             ready_timeout_s=READY_TIMEOUT_S,
+            max_bytes_per_s=max_bytes_per_s,
             clock=lambda: self.now,
         )
         self.chunk = SharedFile("chunk", 4 << 20)
@@ -729,6 +730,28 @@ def test_what_is_on_the_wire_at_shutdown_still_lands(bench: Bench) -> None:
     bench.channel.send(Shutdown())
     bench.worker.run()
     assert rank.segment.get_verdict(0, 2) == layout.LANDED
+
+
+@pytest.mark.parametrize("kind", ["backup", "restore"])
+def test_under_a_cap_a_page_waits_until_the_one_before_it_is_paid_for(kind: str) -> None:
+    page = 2 * LAYERS * ROW
+    bench = Bench(max_bytes_per_s=page)
+    rank = bench.rank
+    for number in (1, 2, 3):
+        if kind == "backup":
+            bench.channel.send(rank.backup(number, [number], [number]))
+        else:
+            bench.channel.send(rank.restore(number, [number], [number], entry=number))
+    other = rank.restore(4, [9], [9]) if kind == "backup" else rank.backup(4, [9], [9])
+    bench.channel.send(other)
+    done = []
+    for now in (0.0, 0.5, 0.9, 1.1, 1.9, 2.2):
+        bench.now = now
+        bench.settle()
+        done.append([m.job for m in bench.heard() if isinstance(m, JobDone) and m.ok])
+    bench.close()
+    # The other direction has a cap of its own.
+    assert [sorted(jobs) for jobs in done] == [[1, 4], [], [], [2], [], [3]]
 
 
 Action = tuple[str, int]

@@ -81,13 +81,20 @@ def serve(
             "given up; more on a machine that stalls for seconds. Default: 1.",
         ),
     ] = None,
+    max_gbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Cap the copies of each GPU at so many GB/s in either direction. Default: no cap.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level, pool, patience. Flags win over it.",
+            "log-level, pool, patience, max-gbps. Flags win over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -102,7 +109,7 @@ def serve(
     """
     caps = tuple(pool) if pool else None
     flags = config.ServeOptions(
-        socket_path, memory, memory_check, devices, log_level, caps, patience
+        socket_path, memory, memory_check, devices, log_level, caps, patience, max_gbps
     )
     options = flags.over(config.read_toml(config_file)) if config_file else flags
     settings = config.resolve(options, available=available_memory, visible_gpus=visible_gpus)

@@ -74,11 +74,13 @@ class Copier:
     Args:
         device: The GPU's UUID, or "host:<n>".
         deadlines: The daemon's.
+        max_gbps: Cap of either direction in GB/s; None for none.
     """
 
-    def __init__(self, device: str, deadlines: Deadlines) -> None:
+    def __init__(self, device: str, deadlines: Deadlines, *, max_gbps: float | None = None) -> None:
         self.device = device
         self._deadlines = deadlines
+        self._max_gbps = max_gbps
         self.state = CopierState.DEAD
         self.restarts = 0
         self.restart_at = 0.0
@@ -109,6 +111,8 @@ class Copier:
                 "--ready-timeout-s",
                 str(self._deadlines.ready_s),
             ]
+            if self._max_gbps is not None:
+                command += ["--max-gbps", str(self._max_gbps)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )

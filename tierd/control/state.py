@@ -38,7 +38,9 @@ class State:
     def __init__(self, endpoint: Endpoint, config: ServeConfig) -> None:
         self.endpoint = endpoint
         self.deadlines = Deadlines().times(config.patience)
-        self.copiers = {name: Copier(name, self.deadlines) for name in config.devices}
+        self.copiers = {
+            name: Copier(name, self.deadlines, max_gbps=config.max_gbps) for name in config.devices
+        }
         self.presence = SharedPresence(config.memory_bytes)
         self.room = RoomKeeper(config.memory_bytes, _tell, config.pool_shares)
         self.catalogs: dict[bytes, Catalog] = {}

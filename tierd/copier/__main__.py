@@ -38,6 +38,9 @@ def main() -> int:
     parser.add_argument("--device", required=True, help='a GPU UUID ("GPU-...") or "host:N"')
     parser.add_argument("--channel-fd", required=True, type=int, help="socket to control")
     parser.add_argument("--ready-timeout-s", type=float, default=READY_TIMEOUT_S)
+    parser.add_argument(
+        "--max-gbps", type=float, help="cap of either direction; 1e9 bytes a second"
+    )
     options = parser.parse_args()
     # Ctrl-C reaches the whole process group; control ends its copiers itself, through the channel.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -45,7 +48,13 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=options.channel_fd), codec.TO_COPIER)
     try:
         backend = open_backend(options.device)
-        worker = Worker(channel, backend, options.device, ready_timeout_s=options.ready_timeout_s)
+        worker = Worker(
+            channel,
+            backend,
+            options.device,
+            ready_timeout_s=options.ready_timeout_s,
+            max_bytes_per_s=options.max_gbps and options.max_gbps * 1e9,
+        )
     except (BackendError, DeviceLostError, ImportError) as error:
         print(f"tierd copier {options.device}: cannot start: {error}", file=sys.stderr)
         return FAILED_TO_START

@@ -122,6 +122,10 @@ class Batch:
     boxes: Records
     rows: Records
 
+    @property
+    def nbytes(self) -> int:
+        return int((self.boxes["width"] * self.boxes["depth"]).sum() + self.rows["width"].sum())
+
 
 class PoolPlan:
     """What a pool's geometry decides once: its copy path, and the progressions of any layers.

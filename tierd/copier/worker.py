@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, Marker
+from tierd.copier.pace import Cap
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
 from tierd.wire import layout, messages
@@ -45,9 +46,10 @@ class Pace(enum.Enum):
 
 @dataclass
 class _Lane:
-    """One direction: what is on the wire, and whose turn it is."""
+    """One direction: what is on the wire, whose turn it is, and how fast it may go."""
 
     direction: Direction
+    cap: Cap | None = None
     wire: deque[tuple[Marker, Job]] = field(default_factory=deque)
     turns: deque[int] = field(default_factory=deque)
 
@@ -60,6 +62,7 @@ class Worker:
         backend: The device.
         device: Its name, as control knows it.
         ready_timeout_s: How long a job waits for its ready words.
+        max_bytes_per_s: What either direction may copy; None for all that it can.
         clock: Monotonic seconds.
     """
 
@@ -70,6 +73,7 @@ class Worker:
         device: str,
         *,
         ready_timeout_s: float = READY_TIMEOUT_S,
+        max_bytes_per_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -83,7 +87,10 @@ class Worker:
         self._dropped_chunks: set[int] = set()
         self._sessions: dict[int, Session] = {}
         self._leaving: list[Session] = []
-        self._lanes = {direction: _Lane(direction) for direction in Direction}
+        self._lanes = {
+            direction: _Lane(direction, Cap(max_bytes_per_s, clock()) if max_bytes_per_s else None)
+            for direction in Direction
+        }
         self._stopping = False
         self._say(messages.CopierReady(device=device, detail=backend.detail()))
 
@@ -302,6 +309,8 @@ class Worker:
         """Submit one piece, or end one job that cannot have any. False: nothing to do now."""
         if len(lane.wire) >= IN_FLIGHT:
             return False
+        if lane.cap is not None and not lane.cap.allows(self._clock()):
+            return False
         for _ in range(len(lane.turns)):
             session = self._sessions[lane.turns[0]]
             lane.turns.rotate(-1)
@@ -336,6 +345,8 @@ class Worker:
                 self._backend.write_words(session.attachment, words, message.generation)
         except BackendError as failure:
             job.fail(str(failure))
+        if lane.cap is not None:
+            lane.cap.take(piece.batch.nbytes)
         # After an error too: some of the piece may be on the wire.
         lane.wire.append((self._backend.record(lane.direction), job))
         job.outstanding += 1
