@@ -622,3 +622,13 @@ def test_positions_that_no_ring_comes_to_are_refused(guest: Guest, ring: int) ->
     guest.segment.awaited[0] = 1
     assert "`ring`" in guest.error(message)
     assert guest.segment.get_verdict(0, 1) == 2
+
+
+def test_what_a_stranger_says_is_quoted_as_one_short_line(daemon: Daemon, guest: Guest) -> None:
+    guest.enter()
+    forged = "x\n2026-01-31T12:00:00.000Z ERROR tierd.control: all is lost \x1b[31m" + "y" * 9000
+    reason = guest.error(msgspec.msgpack.encode({"op": forged}))
+    assert len(reason) <= 1000
+    assert reason.isprintable()
+    assert not any(line.startswith("2026-01-31T12") for line in daemon.log.splitlines())
+    assert guest.kept(guest.flush(1, 2))

@@ -1,12 +1,22 @@
 """The exceptions that cross module boundaries, each with one sentence that says what to do."""
 
+REASON_CHARS = 1000
+
 
 class TierdError(Exception):
     """Base of every error that tierd raises on purpose."""
 
 
 class ProtocolError(TierdError):
-    """A message that makes no sense. The text names the field; the sender's session goes on."""
+    """A message that makes no sense. The text names the field; the sender's session goes on.
+
+    It may quote what a stranger sent, and goes to logs and into replies: so it is made one
+    printable line of at most REASON_CHARS.
+    """
+
+    def __init__(self, text: str) -> None:
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:REASON_CHARS])
+        super().__init__(line[:REASON_CHARS])
 
 
 class RefusedError(TierdError):

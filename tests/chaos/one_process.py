@@ -1,0 +1,173 @@
+"""A whole daemon in this process, turned by hand: control, its sockets, and copiers whose every
+operation is checked against what was registered."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierd.channel import Channel
+from tierd.config import ServeConfig
+from tierd.control.copiers import Copier, CopierState
+from tierd.control.deadlines import Deadlines
+from tierd.control.endpoint import Endpoint
+from tierd.control.server import Control
+from tierd.control.state import State
+from tierd.copier.backend import Attachment, Chunk, SharedMemory
+from tierd.copier.host import HostBackend
+from tierd.copier.plan import Batch, Direction, Records
+from tierd.copier.worker import Worker
+from tierd.wire import codec
+from tierd.wire.messages import Allocation
+
+CHUNKS = 8
+PATIENCE = 0.05
+"""Of the daemon: its deadlines pass often."""
+
+
+class OutOfBoundsError(AssertionError):
+    """A copy was planned that reaches beyond what a rank registered."""
+
+
+class Bounds:
+    """Ranges of addresses that may be used."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._number = 0
+
+    def add(self, first: int, size: int) -> int:
+        self._number += 1
+        self._ranges[self._number] = (first, first + size)
+        return self._number
+
+    def remove(self, number: int) -> None:
+        del self._ranges[number]
+
+    def check(self, firsts: Sequence[int], ends: Sequence[int]) -> None:
+        """Raises: OutOfBoundsError: a range that is not inside one of ours."""
+        for first, end in zip(firsts, ends, strict=True):
+            if not any(low <= first and end <= high for low, high in self._ranges.values()):
+                raise OutOfBoundsError(f"{first:#x} to {end:#x}")
+
+
+class CheckedBackend(HostBackend):
+    """The host backend; a copy that is not within one allocation and one chunk is an error."""
+
+    def __init__(self) -> None:
+        self.device, self.host = Bounds(), Bounds()
+        self.operations = 0
+
+    def map_chunk(self, fd: int, size: int) -> Chunk:
+        chunk = super().map_chunk(fd, size)
+        chunk.resources.callback(self.host.remove, self.host.add(chunk.address, size))
+        return chunk
+
+    def attach(
+        self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory
+    ) -> Attachment:
+        attachment = super().attach(allocations, fds, segment)
+        for address, allocation in zip(attachment.addresses, allocations, strict=True):
+            number = self.device.add(address, allocation.size)
+            attachment.resources.callback(self.device.remove, number)
+        return attachment
+
+    def submit(self, direction: Direction, batch: Batch) -> None:
+        for ops in (batch.boxes, batch.rows):
+            self.check(ops)
+        super().submit(direction, batch)
+
+    def check(self, ops: Records) -> None:
+        """Raises: OutOfBoundsError: an operation that leaves the ranges that are mapped."""
+        self.operations += len(ops)
+        for op in ops.tolist():
+            device, host, width, depth, device_stride, host_stride = op
+            last = depth - 1
+            self.device.check([device], [device + last * device_stride + width])
+            self.host.check([host], [host + last * host_stride + width])
+
+
+class LocalCopier(Copier):
+    """A copier in this process. It cannot be killed: a reason to do so is a fault found."""
+
+    worker: Worker
+
+    def __init__(self, device: str, deadlines: Deadlines) -> None:
+        super().__init__(device, deadlines)
+        self.backend = CheckedBackend()
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, codec.FROM_COPIER)
+        self.worker = Worker(
+            Channel(theirs, codec.TO_COPIER),
+            self.backend,
+            device,
+            ready_timeout_s=deadlines.ready_s,
+        )
+        self.pidfd = os.pidfd_open(os.getpid())
+        self.state = CopierState.STARTING
+
+    def overdue(self, now: float) -> bool:
+        return False
+
+    def end(self) -> None:
+        raise AssertionError(f"copier {self.device} would have been killed")
+
+    def stop(self, timeout_s: float) -> None:
+        self.worker.stop()
+        if self.channel is not None:
+            self.channel.close()
+        os.close(self.pidfd)
+
+
+class OneProcess:
+    """The daemon. `turn` is one turn of control and of every copier."""
+
+    def __init__(self, directory: Path, devices: int = 2) -> None:
+        names = tuple(f"host:{n}" for n in range(devices))
+        config = ServeConfig(directory / "tierd.sock", CHUNKS << 26, names, "error", {}, PATIENCE)
+        self.state = State(Endpoint(config.socket), config)
+        self.copiers = [LocalCopier(name, self.state.deadlines) for name in names]
+        self.state.copiers = {copier.device: copier for copier in self.copiers}
+        self.control = Control(self.state)
+
+    def turn(self) -> None:
+        self.control.turn(time.monotonic())
+        for copier in self.copiers:
+            copier.worker.turn()
+
+    @property
+    def operations(self) -> int:
+        """Copies that were checked."""
+        return sum(copier.backend.operations for copier in self.copiers)
+
+    def settle(self) -> None:
+        """Turn until nothing is under way."""
+        deadline = time.monotonic() + 30
+        quiet = 0
+        while quiet < 20:
+            self.turn()
+            busy = any(copier.jobs for copier in self.copiers) or any(
+                group.heals or (group.sequencer and group.sequencer.waiting)
+                for group in self.state.groups.values()
+            )
+            quiet = 0 if busy else quiet + 1
+            assert time.monotonic() < deadline, "it does not come to rest"
+
+    def check(self) -> None:
+        """At rest every used slot is a page, and nothing is held that no lease holds."""
+        for catalog in self.state.catalogs.values():
+            for pool in catalog.pools.values():
+                assert pool.capacity - pool.free_slots == pool.pages
+        assert not len(self.state.writers)
+
+    def close(self) -> None:
+        self.control.close()
+
+
+def memfd(nbytes: int) -> int:
+    fd = os.memfd_create("tierd-fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    return fd
