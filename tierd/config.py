@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierd.memory.hugepages import CHOICES, PagePlan, Reserved, plan_pages
 from tierd.memory.limits import Available, format_size, parse_size
+from tierd.memory.placement import PIN_THREADS
 from tierd.wire.errors import ConfigError
-from tierd.wire.geometry import CHUNK_BYTES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,11 +26,13 @@ MAX_HOST_DEVICES = 64
 MIN_PATIENCE, MAX_PATIENCE = 0.05, 100.0
 MIN_GBPS = 0.5
 """Slower, and the largest restores would not be done before they are given up."""
+MAX_PIN_THREADS = 64
 _TYPES: Mapping[str, type] = {
     "memory_check": bool,
     "pool": tuple,
     "patience": float,
     "max_gbps": float,
+    "pin_threads": int,
 }
 _MAX_SOCKET_PATH = 107 - len(".zmq")
 """A Unix socket's address holds 107 bytes (Linux, unix(7)); the ZeroMQ socket's is 4 longer."""
@@ -41,7 +44,7 @@ class ServeConfig:
 
     Attributes:
         socket: The lifeline's Unix socket; the ZeroMQ socket lies beside it, as `<socket>.zmq`.
-        memory_bytes: Host memory for pages, a multiple of `CHUNK_BYTES`.
+        memory_bytes: Host memory for pages, a multiple of `pages.chunk_bytes`.
         devices: One copier each: GPU UUIDs ("GPU-..."), or "host:0", "host:1", ...
         log_level: One of `LOG_LEVELS`.
         pool_shares: For each pool that has a cap, by name: the share of the memory that its pages
@@ -49,6 +52,9 @@ class ServeConfig:
         patience: Multiplies every deadline of `tierd.control.deadlines`.
         max_gbps: What a device's copies take at most in either direction, in GB/s (1e9 bytes).
             None: no cap.
+        pages: What host memory is made of.
+        pin_ahead_bytes: How much of it is pinned before anybody needs it, all devices together.
+        pin_threads: How many chunks a copier touches and pins at a time.
     """
 
     socket: Path
@@ -58,6 +64,9 @@ class ServeConfig:
     pool_shares: Mapping[str, float] = field(default_factory=dict)
     patience: float = 1.0
     max_gbps: float | None = None
+    pages: PagePlan = field(default_factory=PagePlan)
+    pin_ahead_bytes: int = 0
+    pin_threads: int = PIN_THREADS
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,9 @@ class ServeOptions:
     pool: tuple[str, ...] | None = None
     patience: float | None = None
     max_gbps: float | None = None
+    hugepages: str | None = None
+    pin_ahead: str | None = None
+    pin_threads: int | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -85,7 +97,8 @@ class ServeOptions:
 
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
-    `memory-check`, `devices`, `log-level`, `pool`, `patience`, `max-gbps`.
+    `memory-check`, `devices`, `log-level`, `pool`, `patience`, `max-gbps`, `hugepages`,
+    `pin-ahead`, `pin-threads`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -108,10 +121,11 @@ def parse_toml(text: str) -> ServeOptions:
             value = tuple(value)
         if types[key] is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, types[key]):
+        if not isinstance(value, types[key]) or (types[key] is int and value is True):
             kind = {
                 bool: "true or false",
                 float: "a number",
+                int: "a whole number",
                 str: 'a string in quotes, "..."',
                 tuple: 'a list of strings, ["swa=20%"]',
             }[types[key]]
@@ -135,27 +149,37 @@ def resolve(
     *,
     available: Callable[[], Available],
     visible_gpus: Callable[[], Sequence[str]],
+    reserved: Callable[[], Mapping[int, Reserved]],
 ) -> ServeConfig:
     """Fill in the defaults and check the whole against the machine.
 
     Args:
         available: Asked for the memory that is left, if it matters.
         visible_gpus: Asked for the UUIDs of the GPUs, in CUDA's order, if it matters.
+        reserved: Asked for the huge pages that the machine has, by size, if it matters.
 
     Raises: ConfigError: a setting that cannot work; it names the flag and what to do.
     """
     log_level = options.log_level or "info"
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"--log-level {log_level}: choose one of {', '.join(LOG_LEVELS)}")
+    hugepages = options.hugepages or "auto"
+    if hugepages not in CHOICES:
+        raise ConfigError(f"--hugepages {hugepages}: choose one of {', '.join(CHOICES)}")
     devices = resolve_devices(options.devices or "all", visible_gpus)
+    huge = {} if hugepages == "off" else reserved()
+    memory_bytes, pages = _resolve_memory(options, available, len(devices), hugepages, huge)
     return ServeConfig(
         socket=check_socket(Path(options.socket) if options.socket else default_socket()),
-        memory_bytes=_resolve_memory(options, available, len(devices)),
+        memory_bytes=memory_bytes,
         devices=devices,
         log_level=log_level,
         pool_shares=dict(map(parse_pool_share, options.pool or ())),
         patience=_check_patience(1.0 if options.patience is None else options.patience),
         max_gbps=_check_max_gbps(options.max_gbps),
+        pages=pages,
+        pin_ahead_bytes=_resolve_pin_ahead(options.pin_ahead, memory_bytes, devices),
+        pin_threads=_check_pin_threads(options.pin_threads),
     )
 
 
@@ -171,6 +195,29 @@ def _check_patience(factor: float) -> float:
             f"--patience {factor:g}: choose a factor from {MIN_PATIENCE:g} to {MAX_PATIENCE:g}"
         )
     return factor
+
+
+def _resolve_pin_ahead(wanted: str | None, memory_bytes: int, devices: Sequence[str]) -> int:
+    """By default all of it for GPUs; the host backend pins nothing, and touches what it uses."""
+    if wanted is None:
+        wanted = "0" if devices[0].startswith("host:") else "all"
+    if wanted == "all":
+        return memory_bytes
+    try:
+        return min(parse_size(wanted), memory_bytes)
+    except ConfigError:
+        raise ConfigError(
+            f"--pin-ahead {wanted}: write `all` or a size such as 64GiB; 0 pins memory when it is "
+            "first needed"
+        ) from None
+
+
+def _check_pin_threads(threads: int | None) -> int:
+    if threads is None:
+        return PIN_THREADS
+    if not 1 <= threads <= MAX_PIN_THREADS:
+        raise ConfigError(f"--pin-threads {threads}: choose from 1 to {MAX_PIN_THREADS}")
+    return threads
 
 
 def parse_pool_share(text: str) -> tuple[str, float]:
@@ -224,8 +271,15 @@ def resolve_devices(wanted: str, visible_gpus: Callable[[], Sequence[str]]) -> t
     return tuple(devices)
 
 
-def _resolve_memory(options: ServeOptions, available: Callable[[], Available], devices: int) -> int:
-    """Bytes for pages, in whole chunks: what `--memory` says, or half of what is available."""
+def _resolve_memory(
+    options: ServeOptions,
+    available: Callable[[], Available],
+    devices: int,
+    hugepages: str,
+    reserved: Mapping[int, Reserved],
+) -> tuple[int, PagePlan]:
+    """Bytes for pages, in whole chunks, and what those are made of: what `--memory` says, or half
+    of what is available."""
     check = options.memory_check is not False
     left: Available | None = None
     if check or options.memory is None:
@@ -235,19 +289,21 @@ def _resolve_memory(options: ServeOptions, available: Callable[[], Available], d
     else:
         assert left is not None
         nbytes, said = left.nbytes // 2, f"half of the memory that {left.bound} has left"
-    least = devices * CHUNK_BYTES
+    pages = plan_pages(hugepages, nbytes, devices, reserved)
+    least = devices * pages.chunk_bytes
     if nbytes < least:
         raise ConfigError(
             f"{said} is {format_size(nbytes)}, too little: {devices} device(s) need at least one "
-            f"chunk of {format_size(CHUNK_BYTES)} each, {format_size(least)}"
+            f"chunk of {format_size(pages.chunk_bytes)} each, {format_size(least)}"
         )
-    if left is not None and nbytes > left.nbytes:
+    # Huge pages have been taken out of what the machine calls available.
+    if left is not None and nbytes - pages.huge_bytes > left.nbytes:
         raise ConfigError(
             f"{said} is more than the {format_size(left.nbytes)} that {left.bound} has left; "
             "ask for less, or free some. On a machine whose memory grows with use, "
             "--no-memory-check takes the figure at its word"
         )
-    return nbytes - nbytes % CHUNK_BYTES
+    return nbytes - nbytes % pages.chunk_bytes, pages
 
 
 def default_socket(environ: Mapping[str, str] = os.environ, run: Path = Path("/run/user")) -> Path:

@@ -166,7 +166,7 @@ class Host:
             fd = os.memfd_create("tierd-test-chunk")
             os.ftruncate(fd, nbytes)
             self.views.append(np.frombuffer(mmap.mmap(fd, nbytes), np.uint8))
-            self.chunks.append(backend.map_chunk(fd, nbytes))
+            self.chunks.append(backend.map_chunk(fd, nbytes, touch=True))
             os.close(fd)
 
     def slot(self, plan: HostLayout, chunk: int, slot: int) -> list[bytes]:

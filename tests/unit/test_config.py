@@ -17,6 +17,7 @@ from tierd.config import (
     read_toml,
     resolve,
 )
+from tierd.memory.hugepages import Reserved
 from tierd.memory.limits import Available
 from tierd.wire.errors import ConfigError
 from tierd.wire.geometry import CHUNK_BYTES
@@ -27,13 +28,18 @@ GPU_B = "GPU-00000000-0000-4000-8000-00000000000b"
 
 
 def settle(
-    options: ServeOptions, *, available: int = 100 * GIB, gpus: Sequence[str] = ()
+    options: ServeOptions,
+    *,
+    available: int = 100 * GIB,
+    gpus: Sequence[str] = (),
+    huge: dict[int, Reserved] | None = None,
 ) -> ServeConfig:
     """The settings on a machine with so much memory left and these GPUs."""
     return resolve(
         options,
         available=lambda: Available(available, "the machine"),
         visible_gpus=lambda: gpus,
+        reserved=lambda: huge or {},
     )
 
 
@@ -215,3 +221,39 @@ def test_deadlines_can_be_stretched(text: str, patience: float) -> None:
 def test_deadlines_that_pass_at_once_or_never_are_refused(factor: float) -> None:
     with pytest.raises(ConfigError, match="--patience"):
         settle(ServeOptions(patience=factor))
+
+
+def test_gpus_have_all_memory_pinned_ahead_and_the_host_backend_none() -> None:
+    assert settle(ServeOptions(memory="8GiB"), gpus=[GPU_A]).pin_ahead_bytes == 8 * GIB
+    assert settle(ServeOptions(memory="8GiB")).pin_ahead_bytes == 0
+    some = ServeOptions(memory="8GiB", pin_ahead="2GiB")
+    assert settle(some).pin_ahead_bytes == 2 * GIB
+    more = ServeOptions(memory="8GiB", pin_ahead="16GiB")
+    assert settle(more).pin_ahead_bytes == 8 * GIB
+    with pytest.raises(ConfigError, match=r"--pin-ahead much: write `all` or a size"):
+        settle(ServeOptions(pin_ahead="much"))
+
+
+def test_threads_that_pin_are_bounded() -> None:
+    assert settle(ServeOptions(pin_threads=8)).pin_threads == 8
+    with pytest.raises(ConfigError, match="--pin-threads 0: choose from 1"):
+        settle(ServeOptions(pin_threads=0))
+
+
+def test_memory_in_huge_pages_need_not_be_available_besides() -> None:
+    huge = {2 << 20: Reserved(total=4096, free=4096)}
+    config = settle(ServeOptions(memory="8GiB"), available=1 * GIB, huge=huge)
+    assert config.pages.huge_bytes == 8 * GIB
+    with pytest.raises(ConfigError, match=r"more than the 1\.0 GiB"):
+        settle(ServeOptions(memory="8GiB", hugepages="off"), available=1 * GIB, huge=huge)
+    with pytest.raises(ConfigError, match="--hugepages 4MiB: choose one of auto"):
+        settle(ServeOptions(hugepages="4MiB"))
+
+
+def test_memory_is_counted_in_chunks_of_the_largest_pages() -> None:
+    huge = {1 << 30: Reserved(total=4, free=4)}
+    options = ServeOptions(memory="3.5GiB", hugepages="1GiB")
+    config = settle(options, huge=huge)
+    assert (config.memory_bytes, config.pages.chunk_bytes) == (3 * GIB, GIB)
+    with pytest.raises(ConfigError, match=r"one chunk of 1\.0 GiB each"):
+        settle(ServeOptions(memory="1GiB", hugepages="1GiB", devices="host:2"), huge=huge)

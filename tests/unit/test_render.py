@@ -15,7 +15,14 @@ STATUS: dict[str, Any] = {
     "socket": "/run/tierd/llama/tierd.sock",
     "uptime_s": 7300.0,
     "paused": True,
-    "memory": {"total_bytes": 64 << 30, "claimed_bytes": 16 << 30, "chunk_bytes": 64 << 20},
+    "memory": {
+        "total_bytes": 64 << 30,
+        "claimed_bytes": 16 << 30,
+        "chunk_bytes": 64 << 20,
+        "pinned_bytes": 24 << 30,
+        "pin_ahead_bytes": 64 << 30,
+        "by_page": {"2097152": 20 << 30, "4096": 4 << 30},
+    },
     "pools": [
         {
             "namespace": "0123456789ab",

@@ -15,12 +15,14 @@ from tierd.control.catalog import Catalog, PagePool
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.deadlines import Deadlines
 from tierd.control.room import RoomKeeper
+from tierd.control.stock import PINNED_AT_ONCE, Stock
+from tierd.memory.chunks import ChunkStore
+from tierd.memory.source import AnonymousMemory
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout, host_layout
 from tierd.wire.messages import AddChunk, DropChunk, Message
 
 LARGE = host_layout([16 << 20])
 """Three slots a chunk: a pool is full soon."""
-AHEAD = 512 << 20
 
 
 def open_fds() -> int:
@@ -44,11 +46,25 @@ class Machine:
     """A room keeper and its copiers, who answer when the test lets them."""
 
     def __init__(
-        self, chunks: int, devices: int = 1, shares: dict[str, float] | None = None
+        self,
+        chunks: int,
+        devices: int = 1,
+        shares: dict[str, float] | None = None,
+        ahead: int = 0,
+        spare: int = 0,
     ) -> None:
         self.told: list[Told] = []
-        self.room = RoomKeeper(chunks * CHUNK_BYTES, self._tell, shares)
         self.copiers = [Copier(f"host:{n}", Deadlines()) for n in range(devices)]
+        store = ChunkStore(chunks * CHUNK_BYTES, AnonymousMemory())
+        names = [copier.device for copier in self.copiers]
+        stock = Stock(
+            store,
+            self._tell,
+            names,
+            ahead_bytes=ahead * CHUNK_BYTES,
+            spare_bytes=spare * CHUNK_BYTES,
+        )
+        self.room = RoomKeeper(stock, shares)
         for copier in self.copiers:
             copier.state = CopierState.READY
         self.catalogs: list[Catalog] = []
@@ -78,15 +94,27 @@ class Machine:
         return self.room.make_room(catalog, catalog.pools["kv"], missing, self.sharers)
 
     def answer(self, device: str | None = None, error: str = "") -> None:
-        """Let copiers do what they were told."""
-        for told in [t for t in self.told if device in (None, t.device)]:
+        """Let copiers do what they were told, and what they are told meanwhile; an error stands
+        for those that pin."""
+        while told := next((t for t in self.told if device in (None, t.device)), None):
             self.told.remove(told)
-            copier = next(c for c in self.copiers if c.device == told.device)
-            if isinstance(told.message, AddChunk):
-                self.room.ready(copier, told.message.chunk, error)
-            elif isinstance(told.message, DropChunk):
-                copier.chunks.pop(told.message.chunk, None)
-                self.room.dropped(copier, told.message.chunk)
+            self.told.insert(0, told)
+            self.answer_first(error)
+
+    def answer_first(self, error: str = "") -> None:
+        """Let a copier do the first thing that was told; an error stands if it is to pin."""
+        told = self.told.pop(0)
+        copier = next(c for c in self.copiers if c.device == told.device)
+        if isinstance(told.message, AddChunk):
+            self.room.ready(copier, told.message.chunk, error)
+        elif isinstance(told.message, DropChunk):
+            self.room.stock.dropped(copier, told.message.chunk)
+
+    def take_told(self, kind: type[Message]) -> list[Told]:
+        """What copiers were told of one kind; the test answers it itself."""
+        found = [told for told in self.told if isinstance(told.message, kind)]
+        self.told = [told for told in self.told if told not in found]
+        return found
 
     def kill(self, copier: Copier) -> None:
         self.told = [t for t in self.told if t.device != copier.device]
@@ -187,16 +215,135 @@ def test_a_row_of_two_shards_that_does_not_fit_is_not_begun(machines: list[Machi
     assert machine.room.store.claimed_bytes == 0
 
 
-def test_a_pool_in_use_is_kept_ahead_of_its_need_within_the_budget(
-    machines: list[Machine],
-) -> None:
-    machine = make(machines, chunks=3)
+def test_a_device_in_use_is_kept_ahead_of_its_need_within_the_budget() -> None:
+    machine = Machine(chunks=4, spare=2)
+    machine.room.stock.fill(machine.copiers[0])
+    assert machine.told == [], "nobody uses it yet"
     catalog, pool = machine.pool()
-    machine.room.grow_ahead(catalog, pool, machine.sharers)
-    assert AHEAD // CHUNK_BYTES > 3
+    assert machine.make_room(catalog) is None
     assert len(machine.told_to(AddChunk)) == 3
     machine.answer()
+    assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is True, "two were pinned ahead"
     assert pool.free_slots == 3 * LARGE.chunk_slots
+    assert len(machine.told_to(AddChunk)) == 1, "the last one is for whoever comes next"
+    machine.close()
+
+
+def test_what_is_pinned_ahead_costs_nothing_to_claim() -> None:
+    machine = Machine(chunks=4, devices=2, ahead=4)
+    stock = machine.room.stock
+    for copier in machine.copiers:
+        assert not stock.can_serve(copier)
+        stock.fill(copier)
+    machine.answer()
+    assert all(stock.can_serve(copier) for copier in machine.copiers)
+    assert stock.pinned_bytes == stock.ahead_bytes == 4 * CHUNK_BYTES
+    catalog, pool = machine.pool()
+    assert machine.make_room(catalog, LARGE.chunk_slots + 1) is True
+    assert pool.free_slots == 2 * LARGE.chunk_slots
+    assert machine.told == []
+    machine.close()
+
+
+def test_a_copier_is_told_of_a_few_chunks_at_a_time_and_pools_do_not_wait_for_all() -> None:
+    machine = Machine(chunks=4 * PINNED_AT_ONCE, ahead=4 * PINNED_AT_ONCE)
+    machine.room.stock.fill(machine.copiers[0])
+    assert len(machine.told) == PINNED_AT_ONCE
+    catalog, pool = machine.pool()
+    assert machine.make_room(catalog) is None
+    machine.answer_first()
+    assert pool.free_slots == LARGE.chunk_slots, "the first of those on their way is its"
+    assert len(machine.told) == PINNED_AT_ONCE
+    assert machine.room.stock.pinned_bytes < machine.room.stock.ahead_bytes
+    machine.answer()
+    assert machine.room.stock.pinned_bytes == machine.room.stock.ahead_bytes
+    machine.close()
+
+
+def test_a_device_that_needs_more_than_its_part_gets_what_others_do_not_use() -> None:
+    machine = Machine(chunks=8, devices=2, ahead=8)
+    for copier in machine.copiers:
+        machine.room.stock.fill(copier)
+    machine.answer()
+    catalog = Catalog(b"0" * 32, 1, private=False)
+    machine.catalogs.append(catalog)
+    machine.room.open_pool(catalog, "kv", 16, LARGE)
+    only_one = [(0, machine.copiers[0])]
+    pool = catalog.pools["kv"]
+    want = 7 * LARGE.chunk_slots
+    while (made := machine.room.make_room(catalog, pool, want, only_one)) is None:
+        assert set(machine.told_to(DropChunk)) <= {"host:1"}
+        machine.answer()
+        want = 7 * LARGE.chunk_slots - pool.free_slots
+    assert made is True
+    assert pool.free_slots == 7 * LARGE.chunk_slots
+    machine.room.rebalance(now=1.0)
+    machine.answer()
+    assert machine.room.store.created_bytes == machine.room.store.budget_bytes
+    machine.close()
+
+
+def test_a_copier_that_is_back_pins_again_what_nobody_has_claimed() -> None:
+    machine = Machine(chunks=4, ahead=4)
+    machine.room.stock.fill(machine.copiers[0])
+    machine.answer()
+    machine.kill(machine.copiers[0])
+    assert machine.room.stock.pinned_bytes == 0
+    machine.restart(machine.copiers[0])
+    machine.room.stock.fill(machine.copiers[0])
+    assert len(machine.told_to(AddChunk)) == 4
+    machine.answer()
+    assert machine.room.stock.pinned_bytes == 4 * CHUNK_BYTES
+    machine.close()
+
+
+def test_memory_that_cannot_be_pinned_ahead_is_no_part_of_the_budget() -> None:
+    machine = Machine(chunks=4, ahead=4)
+    machine.room.stock.fill(machine.copiers[0])
+    machine.answer_first()
+    machine.answer(error="cannot pin 64 MiB")
+    machine.answer()
+    assert machine.room.store.budget_bytes == machine.room.store.created_bytes == CHUNK_BYTES
+    assert machine.room.stock.can_serve(machine.copiers[0]), "with what there is"
+    machine.close()
+
+
+def test_pages_in_a_chunk_that_cannot_be_pinned_again_are_dropped(machines: list[Machine]) -> None:
+    machine = make(machines, chunks=4, devices=2)
+    catalog, pool = machine.pool()
+    machine.grow(catalog, 2)
+    machine.kill(machine.copiers[1])
+    lacks = machine.restart(machine.copiers[1])
+    assert len(lacks) == 2
+    first, second = (told.message.chunk for told in machine.take_told(AddChunk))
+    assert machine.room.ready(machine.copiers[1], first, "cannot pin 64 MiB") is False
+    assert machine.room.ready(machine.copiers[1], second, "") is True
+    assert pool.pages == pool.capacity == LARGE.chunk_slots
+    assert machine.told_to(DropChunk) == ["host:1"], "it answers that nothing is mapped"
+    machine.answer()
+    assert machine.room.store.budget_bytes == 3 * CHUNK_BYTES
+    assert machine.restart(machine.copiers[1]) == set(), "all that is left can be reached"
+
+
+def test_pages_that_are_held_there_are_dropped_when_they_are_not_any_more(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=4)
+    catalog, pool = machine.pool()
+    machine.grow(catalog, 1)
+    slots = pool.prefix([catalog.digest[:1] + bytes(31)])
+    pool.hold(slots)
+    machine.kill(machine.copiers[0])
+    machine.restart(machine.copiers[0])
+    machine.answer(error="cannot pin 64 MiB")
+    machine.room.rebalance(now=1.0)
+    assert pool.pages == LARGE.chunk_slots
+    assert machine.room.busy
+    pool.release(slots)
+    machine.room.rebalance(now=2.0)
+    machine.answer()
+    assert (pool.pages, pool.capacity) == (0, 0)
+    assert not machine.room.busy
 
 
 def test_a_chunk_that_cannot_be_pinned_ends_growth_and_harms_nothing(
@@ -208,10 +355,9 @@ def test_a_chunk_that_cannot_be_pinned_ends_growth_and_harms_nothing(
     assert machine.make_room(catalog) is None
     machine.answer("host:0")
     machine.answer("host:1", error="cannot pin 64 MiB")
-    assert machine.told_to(DropChunk) == ["host:0"], "the other copier never had its chunk"
-    machine.answer()
+    assert machine.told == [], "the other copier keeps its chunk"
     assert machine.room.store.claimed_bytes == 2 * CHUNK_BYTES
-    assert machine.room.store.budget_bytes == 2 * CHUNK_BYTES
+    assert machine.room.store.budget_bytes == 3 * CHUNK_BYTES
     assert pool.pages == LARGE.chunk_slots
     assert machine.make_room(catalog) is True, "from now on, pages make room"
 
@@ -255,12 +401,15 @@ def test_growth_does_not_wait_for_a_copier_that_is_dead(machines: list[Machine])
 
 
 def test_a_copier_that_dies_while_it_unmaps_gives_its_memory_back(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4)
+    machine = make(machines, chunks=4, devices=2)
     catalog, _ = machine.pool(private=True)
-    machine.grow(catalog, 2)
+    both = [(0, machine.copiers[0]), (0, machine.copiers[1]), (1, machine.copiers[1])]
+    assert machine.room.make_room(catalog, catalog.pools["kv"], 1, both) is None
+    machine.answer()
     machine.room.dissolve(catalog)
-    assert machine.room.store.claimed_bytes == 2 * CHUNK_BYTES
-    machine.kill(machine.copiers[0])
+    assert machine.told_to(DropChunk) == ["host:1"], "each chunk stays where it lies"
+    assert machine.room.busy
+    machine.kill(machine.copiers[1])
     assert machine.room.store.claimed_bytes == 0
     assert not machine.room.busy
 
@@ -272,10 +421,7 @@ def test_a_pool_that_has_nothing_takes_the_coldest_chunk_of_another(
     old, rich = machine.pool()
     machine.grow(old, 2)
     new, poor = machine.pool()
-    assert machine.make_room(new) is None
-    machine.answer()
-    assert machine.make_room(new) is None, "what was given back is being pinned"
-    machine.answer()
+    assert machine.make_room(new) is True, "what was given back is pinned"
     assert (rich.capacity, poor.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
     machine.fill(new, poor.free_slots)
     assert machine.make_room(new) is True
@@ -295,10 +441,10 @@ def test_chunks_move_to_the_pool_that_evicts_from_the_one_with_older_pages(
         machine.fill(new, active.free_slots)
         machine.room.rebalance(now=10.0 * turn)
         machine.answer()
-        machine.room.grow_ahead(old, idle, machine.sharers)
-        assert machine.told == [], "what it gave up is not its to take back"
-        assert machine.make_room(new, active.host.chunk_slots) is None
-        machine.answer()
+        left = idle.capacity
+        assert machine.make_room(old) is True
+        assert idle.capacity == left, "what it gave up is not its to take back"
+        assert machine.make_room(new, active.host.chunk_slots) is True
         machine.fill(new, active.free_slots)
     assert (idle.capacity, active.capacity) == (LARGE.chunk_slots, 3 * LARGE.chunk_slots)
 
@@ -326,19 +472,18 @@ def test_a_capped_pool_evicts_its_own_pages_at_its_cap() -> None:
 
 
 def test_a_promise_to_a_pool_that_wants_nothing_any_more_runs_out(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=2)
+    machine = make(machines, chunks=3)
     old, idle = machine.pool()
-    machine.grow(old, 1)
+    machine.grow(old, 2)
     new, _ = machine.pool()
     machine.grow(new, 1)
     assert machine.make_room(new) is True
     machine.room.rebalance(now=1.0)
-    machine.answer()
-    machine.room.grow_ahead(old, idle, machine.sharers)
-    assert machine.told == []
+    assert machine.make_room(old) is True
+    assert idle.capacity == LARGE.chunk_slots, "the chunk that it gave up is another's for now"
     machine.room.rebalance(now=100.0)
-    machine.room.grow_ahead(old, idle, machine.sharers)
-    assert machine.told_to(AddChunk) == ["host:0"]
+    assert machine.make_room(old, idle.free_slots + 1) is True
+    assert idle.capacity == 2 * LARGE.chunk_slots
 
 
 def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
@@ -351,7 +496,6 @@ def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
     assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
     machine.answer()
     assert (kv.capacity, swa.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
-    machine.room.grow_ahead(catalog, kv, machine.sharers)
     assert machine.room.make_room(catalog, swa, swa.capacity + 1, machine.sharers) is False
     assert machine.told == []
     machine.close()
@@ -365,10 +509,7 @@ def test_a_pool_waits_while_another_one_pins_instead_of_giving_up() -> None:
     assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is None  # takes all there is
     assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
     machine.answer()
-    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None, "it is given one"
-    machine.answer()
-    machine.room.make_room(catalog, swa, 1, machine.sharers)
-    machine.answer()
+    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is True, "it is given one"
     assert swa.free_slots == LARGE.chunk_slots
     machine.close()
 
@@ -382,7 +523,7 @@ def test_a_chunk_with_a_held_page_is_not_taken(machines: list[Machine]) -> None:
     new, _ = machine.pool()
     assert machine.make_room(new) is False
     rich.release(slots)
-    assert machine.make_room(new) is None
+    assert machine.make_room(new) is True
 
 
 def test_a_namespace_is_dissolved_when_nobody_holds_its_pages(machines: list[Machine]) -> None:
@@ -416,7 +557,7 @@ class Growth(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.before = open_fds()
-        self.machine = Machine(chunks=6, devices=2)
+        self.machine = Machine(chunks=8, devices=2, ahead=4, spare=1)
         self.machine.pool()
         self.machine.pool()
         self.asked = [False, False]
@@ -438,6 +579,15 @@ class Growth(RuleBasedStateMachine):
     def a_copier_answers(self, device: str) -> None:
         self.machine.answer(device)
 
+    @rule(count=st.integers(1, 3), error=st.sampled_from(["", "", "", "cannot pin 64 MiB"]))
+    def a_few_chunks_are_answered(self, count: int, error: str) -> None:
+        for _ in range(min(count, len(self.machine.told))):
+            self.machine.answer_first(error)
+
+    @rule(now=st.floats(0, 1000))
+    def time_passes(self, now: float) -> None:
+        self.machine.room.rebalance(now)
+
     @rule(which=st.integers(0, 1))
     def a_copier_dies(self, which: int) -> None:
         copier = self.machine.copiers[which]
@@ -453,7 +603,9 @@ class Growth(RuleBasedStateMachine):
     @invariant()
     def the_budget_holds(self) -> None:
         store = self.machine.room.store
-        assert 0 <= store.claimed_bytes <= store.budget_bytes
+        assert 0 <= store.claimed_bytes <= store.created_bytes
+        assert store.created_bytes <= 8 * CHUNK_BYTES
+        assert self.machine.room.stock.pinned_bytes >= 0
 
     @invariant()
     def a_slot_is_free_or_has_a_page(self) -> None:
@@ -466,6 +618,7 @@ class Growth(RuleBasedStateMachine):
             if copier.state is CopierState.DEAD:
                 self.machine.restart(copier)
         self.machine.answer()
+        self.machine.room.rebalance(now=2000.0)
         assert not self.machine.room.busy
         for copier in self.machine.copiers:
             assert self.machine.restart(copier) == set(), "nothing is lacking for ever"
@@ -474,6 +627,7 @@ class Growth(RuleBasedStateMachine):
         self.machine.answer()
         assert self.machine.room.store.claimed_bytes == 0
         self.machine.close()
+        assert self.machine.room.store.created_bytes == 0
         assert open_fds() == self.before
 
 

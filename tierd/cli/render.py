@@ -55,11 +55,25 @@ def _headline(data: Mapping[str, Any]) -> RenderableType:
         f"\nmemory  {format_size(memory['claimed_bytes'])} of "
         f"{format_size(memory['total_bytes'])} claimed by pools"
     )
+    if memory["pin_ahead_bytes"]:
+        text.append(f", {_pinned(memory)}")
     text.append(
         f"\nqueue   {queue['backups']} backups ({queue['backup_pages']} pages), "
         f"{queue['restores']} restores, oldest {queue['oldest_s']:.1f} s"
     )
     return text
+
+
+def _pinned(memory: Mapping[str, Any]) -> str:
+    """How far pinning ahead of use is: "pinned 12.0 GiB of 64.0 GiB (2.0 MiB pages)"."""
+    sizes = sorted(memory["by_page"].items(), key=lambda item: int(item[0]), reverse=True)
+    pages = ", ".join(
+        (f"{format_size(n)} in " if len(sizes) > 1 else "") + f"{format_size(int(page))} pages"
+        for page, n in sizes
+    )
+    done = memory["pinned_bytes"] >= memory["pin_ahead_bytes"]
+    of = "" if done else f" of {format_size(memory['pin_ahead_bytes'])}"
+    return f"pinned {format_size(memory['pinned_bytes'])}{of} ({pages})"
 
 
 def _pools(pools: list[Mapping[str, Any]]) -> Table:

@@ -13,7 +13,9 @@ import typer
 from tierd import config
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
+from tierd.memory.hugepages import reserved_pages
 from tierd.memory.limits import available_memory, format_size
+from tierd.memory.placement import PIN_THREADS
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +90,37 @@ def serve(
             help="Cap the copies of each GPU at so many GB/s in either direction. Default: no cap.",
         ),
     ] = None,
+    hugepages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|off|2MiB|1GiB",
+            help="Pages that host memory lies in, if the machine has them reserved; where it has "
+            "not, or too few, ordinary ones. Default: auto.",
+        ),
+    ] = None,
+    pin_ahead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|SIZE",
+            help="Memory to pin from the start, in the background, before it is needed; 0 pins "
+            "when it is. Default: all for GPUs, 0 for `host`.",
+        ),
+    ] = None,
+    pin_threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Threads of each copier that pin memory. Default: {PIN_THREADS}.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level, pool, patience, max-gbps. Flags win over it.",
+            "log-level, pool, patience, max-gbps, hugepages, pin-ahead, pin-threads. Flags win "
+            "over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -109,10 +135,25 @@ def serve(
     """
     caps = tuple(pool) if pool else None
     flags = config.ServeOptions(
-        socket_path, memory, memory_check, devices, log_level, caps, patience, max_gbps
+        socket_path,
+        memory,
+        memory_check,
+        devices,
+        log_level,
+        caps,
+        patience,
+        max_gbps,
+        hugepages,
+        pin_ahead,
+        pin_threads,
     )
     options = flags.over(config.read_toml(config_file)) if config_file else flags
-    settings = config.resolve(options, available=available_memory, visible_gpus=visible_gpus)
+    settings = config.resolve(
+        options,
+        available=available_memory,
+        visible_gpus=visible_gpus,
+        reserved=reserved_pages,
+    )
     log_to_stderr(settings.log_level)
     config.prepare_socket_directory(settings.socket)
     log.info(
@@ -121,6 +162,8 @@ def serve(
         "" if options.memory else " (half of what is free; --memory sets it)",
         ", ".join(settings.devices),
     )
+    if settings.pages.note:
+        log.log(logging.WARNING if settings.pages.short else logging.INFO, settings.pages.note)
     from tierd.control.server import serve as run_control
 
     raise typer.Exit(run_control(settings, lambda: announce(settings)))

@@ -173,8 +173,6 @@ class BackupDesk:
             whole = [pool for pool in pools if not pool.window]
             if group.supplies and any(pool.find(offer.parent) is None for pool in whole):
                 self._ask_for_prefix(group, backup, now)
-        for pool in pools:
-            self._state.room.grow_ahead(catalog, pool, self._state.sharers(catalog))
         self._add(group, offers, backup, copies, batches)
         return True
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from tierd.channel import Channel, ChannelClosed
 from tierd.control.deadlines import Deadlines
+from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec
 from tierd.wire.messages import FromCopier, JobDone, Message, Shutdown
 
@@ -75,10 +76,19 @@ class Copier:
         device: The GPU's UUID, or "host:<n>".
         deadlines: The daemon's.
         max_gbps: Cap of either direction in GB/s; None for none.
+        pin_threads: How many chunks it touches and pins at a time.
     """
 
-    def __init__(self, device: str, deadlines: Deadlines, *, max_gbps: float | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        deadlines: Deadlines,
+        *,
+        max_gbps: float | None = None,
+        pin_threads: int = PIN_THREADS,
+    ) -> None:
         self.device = device
+        self._pin_threads = pin_threads
         self._deadlines = deadlines
         self._max_gbps = max_gbps
         self.state = CopierState.DEAD
@@ -110,6 +120,8 @@ class Copier:
                 str(theirs.fileno()),
                 "--ready-timeout-s",
                 str(self._deadlines.ready_s),
+                "--pin-threads",
+                str(self._pin_threads),
             ]
             if self._max_gbps is not None:
                 command += ["--max-gbps", str(self._max_gbps)]

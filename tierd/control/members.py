@@ -16,7 +16,7 @@ from tierd.control.leases import Leases
 from tierd.control.state import State
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.geometry import check_pools, pool_layout
+from tierd.wire.geometry import check_pools
 
 log = logging.getLogger("tierd.control")
 
@@ -104,7 +104,7 @@ class Members:
 
     def _check_memory(self, info: messages.Register) -> None:
         """A page is kept in all its pools or in none, so each needs a chunk at least."""
-        least = info.world_size * sum(pool_layout(pool).chunk_bytes for pool in info.pools)
+        least = info.world_size * sum(self._state.layout(pool).chunk_bytes for pool in info.pools)
         budget = self._state.room.store.budget_bytes
         if least > budget:
             raise ProtocolError(
@@ -155,7 +155,7 @@ class Members:
                         chunk_slots=host.chunk_slots,
                         data_offset=host.data_offset,
                     )
-                    for host in map(pool_layout, session.info.pools)
+                    for host in map(self._state.layout, session.info.pools)
                 ],
             ),
             [session.fds[0], *session.fds[2:]],

@@ -1,4 +1,4 @@
-"""Room for pages: which pool gets which chunk of the one budget, and which gives one back.
+"""Room for pages: which pool gets which chunk of the one stock, and which gives one back.
 
 A pool grows while the budget lasts and evicts once it does not. Chunks move to the pools that have
 to evict from those whose pages are older, so that no fixed ratio leaves one full and another empty.
@@ -7,54 +7,47 @@ to evict from those whose pages are older, so that no fixed ratio leaves one ful
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.control.catalog import Catalog, PagePool
 from tierd.control.copiers import Copier, CopierState
+from tierd.control.stock import Stock
 from tierd.eviction.policy import Slots
 from tierd.memory.chunks import Chunk, ChunkRows, ChunkStore
-from tierd.wire import messages
 from tierd.wire.geometry import HostLayout
 
 log = logging.getLogger("tierd.control")
 
-
-AHEAD_BYTES = 512 << 20
-"""Free room that a pool in use is kept at, a shard, while the budget lasts: pinning takes longer
-than a burst of backups may wait."""
-
 PROMISE_S = 2.0
 NEVER_COLD = 1 << 62
 
-Tell = Callable[[Copier, messages.Message, "int | None"], None]
+Row = tuple[int, int]
+"""A pool (its id) and an ordinal."""
 
 
 class RoomKeeper:
     """The chunks of all pools.
 
     Args:
-        budget_bytes: What all chunks together may take.
-        tell: Sends a message to a copier, with a descriptor beside it or None.
+        stock: What they are taken from, and given back to.
         shares: By pool name, the share of the budget that pools of that name may take together.
     """
 
-    def __init__(
-        self, budget_bytes: int, tell: Tell, shares: Mapping[str, float] | None = None
-    ) -> None:
-        self.store = ChunkStore(budget_bytes)
+    def __init__(self, stock: Stock, shares: Mapping[str, float] | None = None) -> None:
+        self.stock = stock
         self._shares = shares or {}
-        self._tell = tell
         self._rows: dict[int, ChunkRows] = {}
         self._pools: dict[int, PagePool] = {}
         self._catalogs: dict[int, Catalog] = {}
-        # Rows that are not usable yet: (pool, ordinal) -> (copier, chunk) still to pin.
-        self._claims: dict[tuple[int, int], set[tuple[str, int]]] = {}
-        # Chunks that copiers still have to unmap: chunk -> (itself, who).
-        self._drops: dict[int, tuple[Chunk, set[str]]] = {}
-        self._holders: dict[str, Copier] = {}
+        self._places: dict[int, Row] = {}
+        """Of every claimed chunk."""
+        # Rows that are not usable yet: (copier, chunk) still to pin.
+        self._claims: dict[Row, set[tuple[str, int]]] = {}
+        # Rows in use with a chunk that a copier could not pin again: they go as soon as they can.
+        self._broken: dict[Row, set[int]] = {}
         # Pools that have evicted for want of room since the last look.
         self._pressed: set[int] = set()
         # The pool that a chunk was taken from another for, and how long the others leave it alone.
@@ -62,9 +55,13 @@ class RoomKeeper:
         self._now = 0.0
 
     @property
+    def store(self) -> ChunkStore:
+        return self.stock.store
+
+    @property
     def busy(self) -> bool:
-        """Are copiers pinning or unmapping chunks right now?"""
-        return bool(self._claims or self._drops)
+        """Does somebody wait for copiers to pin or unmap chunks?"""
+        return bool(self._claims or self._broken) or self.stock.busy
 
     def open_pool(
         self, catalog: Catalog, name: str, page_tokens: int, host: HostLayout, window: int = 0
@@ -95,9 +92,7 @@ class RoomKeeper:
             for pool in catalog.pools.values()
             for row in self._rows[id(pool)].rows.values()
         ]
-        for chunk in chunks:
-            self._add(holder, chunk)
-        return {chunk.number for chunk in chunks if not holder.chunks[chunk.number]}
+        return {chunk.number for chunk in chunks if not self.stock.add(holder, chunk)}
 
     def make_room(
         self,
@@ -111,22 +106,26 @@ class RoomKeeper:
         Returns: True: they are free now. None: a chunk is on its way; ask again later. False:
             there is no room to be had.
         """
-        self._grow(catalog, pool, missing, sharers)
-        if any(key[0] == id(pool) for key in self._claims):
-            return None
         wanted = pool.free_slots + missing
-        if missing <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
+        self._grow(catalog, pool, missing, sharers)
+        lack = wanted - pool.free_slots
+        if lack <= 0:
+            return True
+        if self.stock.wanted or any(key[0] == id(pool) for key in self._claims):
+            return None
+        if lack <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
             self._pressed.add(id(pool))
-            pool.evict(missing)
+            pool.evict(lack)
         if pool.free_slots >= wanted:
             return True
         if self.busy:
             return None
         # It has too little of its own: whoever has something gives.
-        if self._take(pool, NEVER_COLD):
-            self._promise = (id(pool), self._now + PROMISE_S)
-            return None
-        return False
+        if not self._take(pool, NEVER_COLD):
+            return False
+        self._promise = (id(pool), self._now + PROMISE_S)
+        self._grow(catalog, pool, wanted - pool.free_slots, sharers)
+        return True if pool.free_slots >= wanted else None
 
     def rebalance(self, now: float) -> None:
         """Let pools that have had to evict take chunks in which everything is older than in their
@@ -135,9 +134,12 @@ class RoomKeeper:
         Call every now and then; one chunk moves at a time.
         """
         self._now = now
+        self.stock.tick()
+        for key in list(self._broken):
+            self._drop_broken(key)
         if self._promise is not None and self._promise[1] <= now:
             self._promise = None
-        if self._drops or self._promise is not None:
+        if self.stock.busy or self._promise is not None:
             return
         pressed, self._pressed = self._pressed, set()
         for pool in [self._pools[number] for number in pressed if number in self._pools]:
@@ -148,56 +150,37 @@ class RoomKeeper:
                 self._promise = (id(pool), now + PROMISE_S)
                 return
 
-    def grow_ahead(
-        self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
-    ) -> None:
-        """Have chunks pinned before the last one is full, while the budget lasts."""
-        slots = -(-AHEAD_BYTES // pool.host.slot_bytes)
-        if pool.free_slots < slots:
-            self._grow(catalog, pool, slots - pool.free_slots, sharers)
-
-    def ready(self, holder: Copier, number: int, error: str) -> None:
-        """A copier has pinned a chunk, or could not."""
+    def ready(self, holder: Copier, number: int, error: str) -> bool:
+        """A copier has pinned a chunk, or could not. False: its pages are still to go, and must
+        not be asked for on its device before the chunk is dropped."""
+        if self.stock.ready(holder, number, error):
+            return True
+        row = self._places.get(number)
+        if row is None:
+            return True
+        waiting = self._claims.get(row)
+        if error and waiting is None:
+            log.error("%s; dropping the pages that lie there", error)
+            self._broken.setdefault(row, set()).add(number)
+            self._drop_broken(row)
+            return False
         if error:
-            holder.chunks.pop(number, None)
-        else:
-            holder.chunks[number] = True
-        for (pool_id, ordinal), waiting in list(self._claims.items()):
-            if (holder.device, number) not in waiting:
-                continue
+            del self._claims[row]
+            self._drop_row(row, {number})
+            self.stock.stop_growing(error)
+        elif waiting is not None:
             waiting.discard((holder.device, number))
-            if error:
-                log.error(
-                    "%s; serving on with the %d MiB of host memory that are in use",
-                    error,
-                    self.store.claimed_bytes >> 20,
-                )
-                del self._claims[pool_id, ordinal]
-                self._drop_row(pool_id, ordinal)
-                self.store.budget_bytes = self.store.claimed_bytes - self._dropping_bytes()
-            elif not waiting:
-                del self._claims[pool_id, ordinal]
-                self._pools[pool_id].add_chunk(ordinal)
-
-    def dropped(self, holder: Copier, number: int) -> None:
-        """A copier has unmapped a chunk."""
-        if number not in self._drops:
-            return
-        chunk, waiting = self._drops[number]
-        waiting.discard(holder.device)
-        if not waiting:
-            del self._drops[number]
-            self.store.give_back(chunk)
+            if not waiting:
+                self._open(row)
+        return True
 
     def lost(self, holder: Copier) -> None:
         """A copier died: it maps nothing, and will be told anew what to pin."""
-        for key, waiting in list(self._claims.items()):
+        self.stock.lost(holder)
+        for row, waiting in list(self._claims.items()):
             waiting -= {entry for entry in waiting if entry[0] == holder.device}
             if not waiting:
-                del self._claims[key]
-                self._pools[key[0]].add_chunk(key[1])
-        for number in list(self._drops):
-            self.dropped(holder, number)
+                self._open(row)
 
     def dissolve(self, catalog: Catalog) -> bool:
         """Evict what nobody holds and give back what is empty. True: nothing is left."""
@@ -206,8 +189,7 @@ class RoomKeeper:
             rows = self._rows[id(pool)].rows
             if pool.free_slots == pool.capacity:
                 for ordinal in [o for o in rows if (id(pool), o) not in self._claims]:
-                    pool.remove_chunk(ordinal)
-                    self._drop_row(id(pool), ordinal)
+                    self._remove((id(pool), ordinal))
         if any(self._rows[id(pool)].rows for pool in catalog.pools.values()):
             return False
         for pool in catalog.pools.values():
@@ -221,11 +203,9 @@ class RoomKeeper:
         for rows in self._rows.values():
             for row in rows.rows.values():
                 for chunk in row:
-                    chunk.close()
-        for chunk, _ in self._drops.values():
-            chunk.close()
+                    self.store.discard(chunk)
         self._rows.clear()
-        self._drops.clear()
+        self.stock.close()
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -241,8 +221,7 @@ class RoomKeeper:
             return
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
-        while rows > 0 and self._may_have(catalog, pool):
-            self._claim(catalog, pool, sharers)
+        while rows > 0 and self._may_have(catalog, pool) and self._claim(catalog, pool, sharers):
             self._promise = None
             rows -= 1
 
@@ -263,49 +242,73 @@ class RoomKeeper:
         return taken + row <= self._shares[pool.name] * self.store.budget_bytes
 
     def _claim(
-        self, catalog: Catalog, pool: PagePool, sharers: Iterable[tuple[int, Copier]]
-    ) -> None:
+        self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
+    ) -> bool:
+        """Claim a row: usable at once if the stock has it pinned. False: not now."""
+        # Each chunk lies near a copier that lives, if one does. One that is being started again is
+        # told by `share` when it is back.
+        order = sorted(sharers, key=lambda sharer: sharer[1].state is CopierState.DEAD)
+        homes = [next((h for s, h in order if s == n), None) for n in range(catalog.world_size)]
+        found = [home for home in homes if home is not None]
+        if len(found) < len(homes):
+            return False
+        chunks = self.stock.acquire(found, pool.host.chunk_bytes)
+        if chunks is None:
+            return False
         rows = self._rows[id(pool)]
-        ordinal = rows.next_ordinal()
-        row = self.store.claim(
-            pool.host,
-            shards=catalog.world_size,
-            ordinal=ordinal,
-            namespace=catalog.digest,
-            pool=pool.name,
-        )
-        rows.rows[ordinal] = row
-        # One that is being started again is told by `share` when it is back.
-        living = [(s, holder) for s, holder in sharers if holder.state is not CopierState.DEAD]
-        waiting = {(holder.device, row[shard].number) for shard, holder in living}
-        if not waiting:
-            pool.add_chunk(ordinal)
-            return
-        self._claims[id(pool), ordinal] = waiting
-        for shard, holder in living:
-            self._add(holder, row[shard])
+        row = (id(pool), rows.next_ordinal())
+        rows.rows[row[1]] = chunks
+        self._places |= dict.fromkeys((chunk.number for chunk in chunks), row)
+        waiting = {
+            (holder.device, chunks[shard].number)
+            for shard, holder in sharers
+            if holder.state is not CopierState.DEAD and not self.stock.add(holder, chunks[shard])
+        }
+        if waiting:
+            self._claims[row] = waiting
+        else:
+            self._open(row)
+        for holder in found:
+            self.stock.fill(holder)
+        return True
 
-    def _add(self, holder: Copier, chunk: Chunk) -> None:
-        self._holders[holder.device] = holder
-        if chunk.number not in holder.chunks:
-            holder.chunks[chunk.number] = False
-            self._tell(holder, messages.AddChunk(chunk=chunk.number, size=chunk.size), chunk.fd)
+    def _open(self, row: Row) -> None:
+        """A row can be used: whoever lives and needs it has pinned it."""
+        self._claims.pop(row, None)
+        pool, catalog, chunks = self._pools[row[0]], self._catalogs[row[0]], self._chunks(row)
+        for shard, chunk in enumerate(chunks):
+            chunk.lay_out(
+                pool.host,
+                shard=shard,
+                shards=len(chunks),
+                ordinal=row[1],
+                namespace=catalog.digest,
+                pool=pool.name,
+            )
+        pool.add_chunk(row[1])
 
-    def _drop_row(self, pool_id: int, ordinal: int) -> None:
-        for chunk in self._rows[pool_id].rows.pop(ordinal):
-            holders = [h for h in self._holders.values() if chunk.number in h.chunks]
-            self._drops[chunk.number] = (chunk, {h.device for h in holders})
-            for holder in holders:
-                self._tell(holder, messages.DropChunk(chunk=chunk.number), None)
-            if not holders:
-                del self._drops[chunk.number]
-                self.store.give_back(chunk)
+    def _chunks(self, row: Row) -> list[Chunk]:
+        return self._rows[row[0]].rows[row[1]]
 
-    def _dropping_bytes(self) -> int:
-        return sum(chunk.size for chunk, _ in self._drops.values())
+    def _remove(self, row: Row) -> None:
+        """Evict what is in a row and give its chunks back."""
+        self._pools[row[0]].remove_chunk(row[1])
+        self._drop_row(row, self._broken.pop(row, set()))
+
+    def _drop_row(self, row: Row, broken: Set[int] = frozenset()) -> None:
+        for chunk in self._rows[row[0]].rows.pop(row[1]):
+            del self._places[chunk.number]
+            self.stock.give_back(chunk, broken=chunk.number in broken)
+
+    def _drop_broken(self, row: Row) -> None:
+        """Drop the pages of a row that a copier cannot reach, unless somebody uses them now."""
+        if self._pools[row[0]].coldest_chunk([row[1]]) is not None:
+            self._remove(row)
+            self.stock.stop_growing("a copier could not pin a chunk again")
 
     def _usable_rows(self, pool: PagePool) -> list[int]:
-        return [n for n in self._rows[id(pool)].rows if (id(pool), n) not in self._claims]
+        rows = self._rows[id(pool)].rows
+        return [n for n in rows if not {(id(pool), n)} & (self._claims.keys() | self._broken)]
 
     def _take(self, pool: PagePool, colder_than: int) -> bool:
         """Have another pool give up the coldest chunk of all, if it is colder than that."""
@@ -322,6 +325,5 @@ class RoomKeeper:
         if coldest is None:
             return False
         _, ordinal, other = coldest
-        other.remove_chunk(ordinal)
-        self._drop_row(id(other), ordinal)
+        self._remove((id(other), ordinal))
         return True

@@ -108,7 +108,10 @@ class Control:
                             dead[0].device,
                         )
                         return 1
-                    if all(c.state is CopierState.READY for c in self._state.copiers.values()):
+                    if not self._state.room.store.budget_bytes:
+                        log.error("no host memory can be pinned; see above, and `ulimit -l`")
+                        return 1
+                    if all(self._can_serve(copier) for copier in self._state.copiers.values()):
                         on_ready()
                         announced = True
             log.info("stopping: %s", self._stopping)
@@ -122,6 +125,9 @@ class Control:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._housekeep(now)
+
+    def _can_serve(self, copier: Copier) -> bool:
+        return copier.state is CopierState.READY and self._state.room.stock.can_serve(copier)
 
     def close(self) -> None:
         """End every process, close every mapping, leave no file behind. Idempotent."""
@@ -318,7 +324,7 @@ class Control:
             uptime_s=now - self._started,
             paused=self._state.paused,
             now=now,
-            store=self._state.room.store,
+            stock=self._state.room.stock,
             catalogs=self._state.catalogs.values(),
             groups=self._state.groups.values(),
             copiers=self._state.copiers.values(),
@@ -335,15 +341,15 @@ class Control:
                     log.warning("a copy on %s failed: %s", copier.device, message.error)
                 job.done(message.ok, False)
         elif isinstance(message, messages.ChunkReady):
-            self._members.chunk_settled(copier, message.chunk)
-            self._state.room.ready(copier, message.chunk, message.error)
+            if self._state.room.ready(copier, message.chunk, message.error):
+                self._members.chunk_settled(copier, message.chunk)
         elif isinstance(message, messages.ChunkDropped):
-            copier.chunks.pop(message.chunk, None)
             self._members.chunk_settled(copier, message.chunk)
-            self._state.room.dropped(copier, message.chunk)
+            self._state.room.stock.dropped(copier, message.chunk)
         elif isinstance(message, messages.CopierReady):
             copier.ready(message.detail)
             log.info("copier %s is ready (pid %d)", copier.device, copier.pid)
+            self._state.room.stock.fill(copier)
             for session in self._state.sessions.values():
                 if session.copier is copier:
                     self._members.attach(session)

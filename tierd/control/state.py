@@ -14,9 +14,12 @@ from tierd.control.deadlines import Deadlines
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
+from tierd.control.stock import Stock
+from tierd.memory.chunks import ChunkStore
 from tierd.memory.presence import SharedPresence
+from tierd.memory.source import AnonymousMemory
 from tierd.wire import messages
-from tierd.wire.geometry import namespace_digest, pool_layout
+from tierd.wire.geometry import HostLayout, namespace_digest, pool_layout
 
 COUNTERS = (
     "messages",
@@ -39,10 +42,23 @@ class State:
         self.endpoint = endpoint
         self.deadlines = Deadlines().times(config.patience)
         self.copiers = {
-            name: Copier(name, self.deadlines, max_gbps=config.max_gbps) for name in config.devices
+            name: Copier(
+                name, self.deadlines, max_gbps=config.max_gbps, pin_threads=config.pin_threads
+            )
+            for name in config.devices
         }
         self.presence = SharedPresence(config.memory_bytes)
-        self.room = RoomKeeper(config.memory_bytes, _tell, config.pool_shares)
+        memory = AnonymousMemory(config.pages.sizes)
+        self.room = RoomKeeper(
+            Stock(
+                ChunkStore(config.memory_bytes, memory, config.pages.chunk_bytes),
+                _tell,
+                config.devices,
+                ahead_bytes=config.pin_ahead_bytes,
+                touch=config.pin_ahead_bytes > 0,
+            ),
+            config.pool_shares,
+        )
         self.catalogs: dict[bytes, Catalog] = {}
         self.groups: dict[str, Group] = {}
         self.sessions: dict[int, Session] = {}
@@ -93,9 +109,13 @@ class State:
                 self.catalogs[digest] = catalog
             group.catalogs[epoch] = catalog
             for spec in group.pools:
-                layout = pool_layout(spec)
+                layout = self.layout(spec)
                 self.room.open_pool(catalog, spec.name, spec.page_tokens, layout, spec.window)
         return catalog
+
+    def layout(self, pool: messages.PoolSpec) -> HostLayout:
+        """How a pool's slots lie in this daemon's chunks."""
+        return pool_layout(pool, self.room.store.chunk_bytes)
 
     def forget_epochs(self, group: Group) -> None:
         """Let go of the epochs that no rank of the group is in."""

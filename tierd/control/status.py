@@ -1,8 +1,9 @@
 """The snapshot behind `tierd status`: plain data, built on request.
 
 Shape (all counts since the daemon started): `version`, `protocol`, `pid`, `socket`, `uptime_s`,
-`paused`; `memory` (total, claimed and chunk bytes); `pools`, one entry a pool of a namespace;
-`queue`; `sessions`, one a rank; `copiers`, one a device; `counters`.
+`paused`; `memory` (bytes: total, claimed by pools, of a chunk, pinned, to be pinned ahead of use,
+and `by_page`, what has been made by the size of its memory pages); `pools`, one entry a pool of a
+namespace; `queue`; `sessions`, one a rank; `copiers`, one a device; `counters`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from tierd import __version__
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier
 from tierd.control.groups import Group, Session
-from tierd.memory.chunks import ChunkStore
-from tierd.wire import geometry, limits
+from tierd.control.stock import Stock
+from tierd.wire import limits
 
 
 def snapshot(
@@ -26,7 +27,7 @@ def snapshot(
     uptime_s: float,
     paused: bool,
     now: float,
-    store: ChunkStore,
+    stock: Stock,
     catalogs: Iterable[Catalog],
     groups: Iterable[Group],
     copiers: Iterable[Copier],
@@ -43,9 +44,12 @@ def snapshot(
         "uptime_s": uptime_s,
         "paused": paused,
         "memory": {
-            "total_bytes": store.budget_bytes,
-            "claimed_bytes": store.claimed_bytes,
-            "chunk_bytes": geometry.CHUNK_BYTES,
+            "total_bytes": stock.store.budget_bytes,
+            "claimed_bytes": stock.store.claimed_bytes,
+            "chunk_bytes": stock.store.chunk_bytes,
+            "pinned_bytes": stock.pinned_bytes,
+            "pin_ahead_bytes": stock.ahead_bytes,
+            "by_page": {str(page): n for page, n in stock.store.bytes_by_page.items() if n},
         },
         "pools": pools,
         "queue": _queue(groups, now),

@@ -12,6 +12,7 @@ from tierd.channel import Channel
 from tierd.copier.backend import Backend, BackendError, DeviceLostError
 from tierd.copier.host import HostBackend
 from tierd.copier.worker import Worker
+from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec
 from tierd.wire.errors import ProtocolError
 from tierd.wire.limits import READY_TIMEOUT_S
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--max-gbps", type=float, help="cap of either direction; 1e9 bytes a second"
     )
+    parser.add_argument("--pin-threads", type=int, default=PIN_THREADS)
     options = parser.parse_args()
     # Ctrl-C reaches the whole process group; control ends its copiers itself, through the channel.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -54,6 +56,7 @@ def main() -> int:
             options.device,
             ready_timeout_s=options.ready_timeout_s,
             max_bytes_per_s=options.max_gbps and options.max_gbps * 1e9,
+            pin_threads=options.pin_threads,
         )
     except (BackendError, DeviceLostError, ImportError) as error:
         print(f"tierd copier {options.device}: cannot start: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
 from tierd.copier.plan import Batch, Direction
+from tierd.memory import placement
 from tierd.wire.errors import TierdError
 from tierd.wire.messages import Allocation
 
@@ -46,6 +47,16 @@ class SharedMemory:
             raise BackendError(f"cannot map {size} bytes of shared memory: {error}") from error
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def populate(self) -> None:
+        """Touch every page.
+
+        Raises: BackendError: the machine has no memory left.
+        """
+        try:
+            placement.populate(self.address, self.size)
+        except OSError as error:
+            raise BackendError(f"cannot touch a chunk: {error.strerror}") from error
 
     def close(self) -> None:
         """Unmap, or let go: the memory stays until the last view of it is gone."""
@@ -87,9 +98,10 @@ class Backend(Protocol):
     def detail(self) -> dict[str, Any]:
         """Facts about the device for `tierd status`."""
 
-    def map_chunk(self, fd: int, size: int) -> Chunk:
-        """Map a host chunk and make it fit for copies; its content stays. May be called from any
-        thread, unlike the rest."""
+    def map_chunk(self, fd: int, size: int, touch: bool) -> Chunk:
+        """Map a host chunk and make it fit for copies; its content stays. With `touch` every page
+        of it is there afterwards. This, and the end of a chunk, may happen in any thread, unlike
+        the rest."""
 
     def attach(
         self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory

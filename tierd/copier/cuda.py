@@ -7,9 +7,9 @@ on arrays that numpy has built; every other call is cuda-bindings'.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
-import os
+import mmap
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,15 +29,13 @@ from tierd.copier.backend import (
     split_fds,
 )
 from tierd.copier.plan import Batch, Direction
+from tierd.memory import placement
 from tierd.wire.messages import Allocation
 
 _PORTABLE = driver.CU_MEMHOSTREGISTER_PORTABLE
 _MAPPED = driver.CU_MEMHOSTREGISTER_DEVICEMAP
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
-_MADV_POPULATE_WRITE = 23
-"""linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class CudaBackend:
@@ -64,24 +62,34 @@ class CudaBackend:
         self._attributes = np.zeros(1, records.ATTRIBUTES)
         self._attributes["access_order"] = records.STREAM_ORDER
         self._first = np.zeros(1, np.uint64)
+        bus = bytes(_call("cuDeviceGetPCIBusId", 32, self._device)).split(b"\0")[0].decode()
+        self._node, node = _usable_node(bus)
         after = _used_bytes(device)
         name = bytes(_call("cuDeviceGetName", 96, self._device)).split(b"\0")[0].decode()
         self._detail: dict[str, Any] = {"backend": "cuda", "gpu": name}
+        if node:
+            self._detail["numa_node"] = node
         if before is not None and after is not None:
             self._detail["gpu_memory_bytes"] = max(0, after - before)
 
     def detail(self) -> dict[str, Any]:
-        """`gpu`: its name. `gpu_memory_bytes`: what the context took, as NVML counted it before
+        """`gpu`: its name. `numa_node`: where chunks lie that this copier touches first, if there
+        is more than one. `gpu_memory_bytes`: what the context took, as NVML counted it before
         and after; absent where NVML is."""
         return dict(self._detail)
 
-    def map_chunk(self, fd: int, size: int) -> Chunk:
+    def map_chunk(self, fd: int, size: int, touch: bool) -> Chunk:
         with ExitStack() as stack:
             memory = SharedMemory(fd, size)
             stack.callback(memory.close)
-            _populate(memory)
+            if self._node is not None:
+                placement.prefer_node(memory.address, size, self._node)
+            # Whatever `touch` says: pinning would, one page after the other.
+            memory.populate()
             _call("cuCtxSetCurrent", self._context)
             self._pin(stack, memory, _PORTABLE)
+            # The thread that ends a chunk may be another one than this.
+            stack.callback(_release, "cuCtxSetCurrent", self._context)
             return Chunk(memory.address, size, stack.pop_all())
 
     def attach(
@@ -197,18 +205,20 @@ class CudaBackend:
         raise BackendError(text)
 
 
-def _populate(memory: SharedMemory) -> None:
-    """Touch every page. By ctypes, because `mmap.madvise` keeps the GIL for as long as it takes.
-
-    Raises: BackendError: the machine has no memory left.
-    """
-    length, advice = ctypes.c_size_t(memory.size), ctypes.c_int(_MADV_POPULATE_WRITE)
-    if _LIBC.madvise(ctypes.c_void_p(memory.address), length, advice) == 0:
-        return
-    error = ctypes.get_errno()
-    # An older kernel says EINVAL; the pages are then touched one by one while they are pinned.
-    if error != errno.EINVAL:
-        raise BackendError(f"cannot populate a chunk of {memory.size} bytes: {os.strerror(error)}")
+def _usable_node(pci_bus_id: str) -> tuple[int | None, str]:
+    """The NUMA node that chunks should lie on, and what to tell people about it."""
+    node = placement.node_of_gpu(pci_bus_id)
+    if node is None:
+        return None, ""
+    try:
+        with contextlib.closing(mmap.mmap(-1, mmap.PAGESIZE)) as page:
+            view = ctypes.c_char.from_buffer(page)
+            placement.prefer_node(ctypes.addressof(view), mmap.PAGESIZE, node)
+            del view
+    except OSError as error:
+        # A container's system call filter may forbid it.
+        return None, f"{node}, but memory lies where the kernel chooses ({error.strerror})"
+    return node, str(node)
 
 
 def _call(name: str, *arguments: Any) -> Any:

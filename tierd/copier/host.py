@@ -25,10 +25,12 @@ class HostBackend:
     def detail(self) -> dict[str, Any]:
         return {"backend": "host"}
 
-    def map_chunk(self, fd: int, size: int) -> Chunk:
+    def map_chunk(self, fd: int, size: int, touch: bool) -> Chunk:
         with ExitStack() as stack:
             mapping = SharedMemory(fd, size)
             stack.callback(mapping.close)
+            if touch:
+                mapping.populate()
             return Chunk(mapping.address, size, stack.pop_all())
 
     def attach(

@@ -20,6 +20,7 @@ from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, 
 from tierd.copier.pace import Cap
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
+from tierd.memory.placement import PIN_THREADS
 from tierd.wire import layout, messages
 from tierd.wire.errors import TierdError
 from tierd.wire.limits import READY_TIMEOUT_S
@@ -29,7 +30,6 @@ DRAIN_TIMEOUT_S = 10.0
 """Copies that have not retired by then never will: the process ends and takes them with it."""
 IN_FLIGHT = 2
 """Pieces a direction on the wire: one is copied while the next one is prepared."""
-PINNING_THREADS = 2
 PAUSE_S = 20e-6
 """Between two looks at markers and ready words. The kernel adds its timer slack of 50 us."""
 _ERROR_CHARS = 4096
@@ -63,6 +63,7 @@ class Worker:
         device: Its name, as control knows it.
         ready_timeout_s: How long a job waits for its ready words.
         max_bytes_per_s: What either direction may copy; None for all that it can.
+        pin_threads: How many chunks are touched and pinned at a time.
         clock: Monotonic seconds.
     """
 
@@ -74,6 +75,7 @@ class Worker:
         *,
         ready_timeout_s: float = READY_TIMEOUT_S,
         max_bytes_per_s: float | None = None,
+        pin_threads: int = PIN_THREADS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -83,7 +85,7 @@ class Worker:
         self._chunks: dict[int, Chunk] = {}
         self._users: dict[int, int] = {}
         self._pinning: dict[int, Future[Chunk]] = {}
-        self._pinners = ThreadPoolExecutor(PINNING_THREADS, "pin")
+        self._pinners = ThreadPoolExecutor(pin_threads, "pin")
         self._dropped_chunks: set[int] = set()
         self._sessions: dict[int, Session] = {}
         self._leaving: list[Session] = []
@@ -158,12 +160,15 @@ class Worker:
             if self._clock() > deadline:
                 raise DeviceLostError("copies on the wire do not retire")
             time.sleep(PAUSE_S)
-        self._pinners.shutdown(cancel_futures=True)
         for future in self._pinning.values():
-            if not future.cancelled() and future.exception() is None:
-                future.result().close()
-        for chunk in self._chunks.values():
-            chunk.close()
+            future.cancel()
+        pinned = [
+            f.result() for f in self._pinning.values() if not f.cancelled() and not f.exception()
+        ]
+        # Unpinning takes as long as pinning does.
+        for _ in self._pinners.map(Chunk.close, [*pinned, *self._chunks.values()]):
+            pass
+        self._pinners.shutdown()
         self._chunks.clear()
         self._backend.close()
         self._channel.drain(1.0)
@@ -215,7 +220,7 @@ class Worker:
 
         def pin() -> Chunk:
             try:
-                return self._backend.map_chunk(fds[0], message.size)
+                return self._backend.map_chunk(fds[0], message.size, message.touch)
             finally:
                 close_all(fds)
 

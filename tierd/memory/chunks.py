@@ -1,12 +1,11 @@
-"""Host memory in chunks: anonymous shared memory that control owns and copiers map and pin.
+"""Host memory in chunks: shared memory that control owns and copiers map and pin.
 
-A chunk belongs to one shard of one pool. Its first pages are headers, which control maps; the
-blocks after them are only ever touched by copiers.
+A chunk belongs to one shard of one pool, or to nobody yet. Its first pages are headers, which
+control maps; the blocks after them are only ever touched by copiers.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -15,24 +14,63 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.policy import Slots
+from tierd.memory.source import ChunkSource
 from tierd.wire import layout
-from tierd.wire.geometry import HostLayout
-
-_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 0x2, 0x4
+from tierd.wire.geometry import CHUNK_BYTES, HostLayout
 
 
-@dataclass
+@dataclass(eq=False)
 class Chunk:
-    """One shard's piece of host memory. `number` is unique in this daemon's life."""
+    """A piece of host memory.
+
+    `number`: unique in this daemon's life. `home`: the device whose copier touches it first, so
+    that it lies near that one. `headers`: of its slots, shape (slots,), once it is laid out.
+    """
 
     number: int
     size: int
+    page_bytes: int
+    home: str
     fd: int
-    headers: npt.NDArray[np.void]
     memory: mmap.mmap = field(repr=False)
+    headers: npt.NDArray[np.void] = field(
+        default_factory=lambda: np.empty(0, layout.SLOT_HEADER), repr=False
+    )
+
+    def lay_out(
+        self,
+        host: HostLayout,
+        *,
+        shard: int,
+        shards: int,
+        ordinal: int,
+        namespace: bytes,
+        pool: str,
+    ) -> None:
+        """Write the headers of a shard's chunk; every slot is FREE. Whatever was in it is gone.
+
+        Touches memory: only once a copier has, which knows better where it should lie.
+        """
+        self.memory[: host.data_offset] = bytes(host.data_offset)
+        header = layout.chunk_header(self.memory)
+        header["version"] = 1
+        header["shard"] = shard
+        header["world_size"] = shards
+        header["slots"] = host.chunk_slots
+        header["ordinal"] = ordinal
+        header["namespace"] = namespace
+        header["pool"] = pool.encode()
+        header["magic"] = layout.CHUNK_MAGIC
+        self.headers = layout.slot_headers(self.memory, host.chunk_slots)
+
+    def wipe(self) -> None:
+        """It belongs to nobody again."""
+        if len(self.headers):
+            layout.chunk_header(self.memory)["magic"] = 0
+            self.headers = np.empty(0, layout.SLOT_HEADER)
 
     def close(self) -> None:
-        """Give the memory back once the copiers have unmapped it too."""
+        """Let go of it. The memory is free once the copiers have unmapped it too."""
         self.headers = np.empty(0, layout.SLOT_HEADER)
         self.memory.close()
         os.close(self.fd)
@@ -87,55 +125,50 @@ class ChunkRows:
 
 
 class ChunkStore:
-    """Creates chunks within one budget.
+    """Creates chunks within one budget, and counts them.
 
     Args:
         budget_bytes: All chunks together never exceed it.
+        source: Makes their files.
+        chunk_bytes: The usual size. A pool whose pages need more has chunks of a multiple.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(
+        self, budget_bytes: int, source: ChunkSource, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         self.budget_bytes = budget_bytes
+        self.chunk_bytes = chunk_bytes
+        self.created_bytes = 0
         self.claimed_bytes = 0
+        """Of the created ones, those that pools have."""
+        self.bytes_by_page: dict[int, int] = {}
+        """What has been created, by the size of its pages."""
+        self._source = source
         self._number = 0
 
     def fits(self, host: HostLayout, shards: int) -> bool:
+        """May a pool claim another row?"""
         return self.claimed_bytes + host.chunk_bytes * shards <= self.budget_bytes
 
-    def claim(
-        self, host: HostLayout, *, shards: int, ordinal: int, namespace: bytes, pool: str
-    ) -> list[Chunk]:
-        """One row: a chunk for every shard. Call only if it `fits`."""
-        return [
-            self._create(host, shard, shards, ordinal, namespace, pool) for shard in range(shards)
-        ]
+    def create(self, size: int, home: str) -> Chunk | None:
+        """A new chunk, near a device; None: the budget does not allow it.
 
-    def give_back(self, chunk: Chunk) -> None:
-        self.claimed_bytes -= chunk.size
-        chunk.close()
-
-    def _create(
-        self,
-        host: HostLayout,
-        shard: int,
-        shards: int,
-        ordinal: int,
-        namespace: bytes,
-        pool: str,
-    ) -> Chunk:
+        Raises: OSError: no memory or no descriptor left.
+        """
+        if self.created_bytes + size > self.budget_bytes:
+            return None
         self._number += 1
-        fd = os.memfd_create(f"tierd-chunk-{self._number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, host.chunk_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
-        memory = mmap.mmap(fd, host.data_offset)
-        header = layout.chunk_header(memory)
-        header["magic"] = layout.CHUNK_MAGIC
-        header["version"] = 1
-        header["shard"] = shard
-        header["world_size"] = shards
-        header["slots"] = host.chunk_slots
-        header["ordinal"] = ordinal
-        header["namespace"] = namespace
-        header["pool"] = pool.encode()
-        self.claimed_bytes += host.chunk_bytes
-        headers = layout.slot_headers(memory, host.chunk_slots)
-        return Chunk(self._number, host.chunk_bytes, fd, headers, memory)
+        file = self._source.create(self._number, size)
+        memory = mmap.mmap(file.fd, size)
+        self._count(file.page_bytes, size)
+        return Chunk(self._number, size, file.page_bytes, home, file.fd, memory)
+
+    def discard(self, chunk: Chunk) -> None:
+        """Give a chunk's memory back for good. No copier may map it any more."""
+        self._count(chunk.page_bytes, -chunk.size)
+        chunk.close()
+        self._source.discard(chunk.number)
+
+    def _count(self, page_bytes: int, nbytes: int) -> None:
+        self.created_bytes += nbytes
+        self.bytes_by_page[page_bytes] = self.bytes_by_page.get(page_bytes, 0) + nbytes

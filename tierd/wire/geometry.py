@@ -15,7 +15,7 @@ from tierd.wire.errors import ProtocolError
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
 
 CHUNK_BYTES = 64 << 20
-"""The unit in which pools claim host memory."""
+"""The unit in which pools claim host memory, unless huge pages are larger."""
 BLOCK_ROW_BYTES = 128 << 10
 """A block's row is at least this wide, so that adjacent one-token pages copy at wire speed."""
 
@@ -74,8 +74,8 @@ def host_layout(row_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> 
     )
 
 
-def pool_layout(pool: PoolSpec) -> HostLayout:
-    return host_layout([buffer.row_bytes for buffer in pool.buffers])
+def pool_layout(pool: PoolSpec, chunk_bytes: int = CHUNK_BYTES) -> HostLayout:
+    return host_layout([buffer.row_bytes for buffer in pool.buffers], chunk_bytes=chunk_bytes)
 
 
 def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) -> None:

@@ -303,10 +303,12 @@ ToClient = Acks | Need | LookupReply | Error
 
 
 class AddChunk(Message, frozen=True, tag="add_chunk"):
-    """A host chunk to map and pin. Beside it: its fd."""
+    """A host chunk to map and pin. Beside it: its fd. `touch`: every page must be there, though
+    the device does not need it."""
 
     chunk: U63
     size: Size
+    touch: bool = False
 
 
 class DropChunk(Message, frozen=True, tag="drop_chunk"):

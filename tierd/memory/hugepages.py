@@ -1,0 +1,93 @@
+"""Huge pages: which ones the machine has set aside, and which a daemon's chunks lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tierd.memory.limits import format_size
+from tierd.wire.geometry import CHUNK_BYTES
+
+MIB_2, GIB_1 = 2 << 20, 1 << 30
+CHOICES = ("auto", "off", "2MiB", "1GiB")
+GIANT_CHUNKS = 16
+"""`auto` takes pages of 1 GiB, and so chunks of that size, where a device has this many."""
+
+
+class Reserved(NamedTuple):
+    """Huge pages of one size: how many there are, and those that nobody has been promised."""
+
+    total: int
+    free: int
+
+
+class PagePlan(NamedTuple):
+    """What chunks lie in.
+
+    `sizes`: of huge pages, in bytes, to try in this order before ordinary pages. `chunk_bytes`:
+    the unit of claims. `note`: what to tell the user, if anything; `short` if it is not what was
+    asked for. `huge_bytes`: how much of the memory is in huge pages.
+    """
+
+    sizes: tuple[int, ...] = ()
+    chunk_bytes: int = CHUNK_BYTES
+    note: str = ""
+    short: bool = False
+    huge_bytes: int = 0
+
+
+def reserved_pages(root: Path = Path("/")) -> dict[int, Reserved]:
+    """By size in bytes, the huge pages of this machine, those that may be had on demand
+    (nr_overcommit_hugepages) among the free ones."""
+    found = {}
+    for directory in (root / "sys/kernel/mm/hugepages").glob("hugepages-*kB"):
+        counts = {
+            name: int((directory / f"{name}_hugepages").read_text())
+            for name in ("nr", "free", "resv", "nr_overcommit", "surplus")
+        }
+        size = int(directory.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
+        more = max(0, counts["nr_overcommit"] - counts["surplus"])
+        found[size] = Reserved(counts["nr"], max(0, counts["free"] - counts["resv"]) + more)
+    return found
+
+
+def plan_pages(
+    choice: str, memory_bytes: int, devices: int, reserved: Mapping[int, Reserved]
+) -> PagePlan:
+    """Choose the pages of chunks.
+
+    Args:
+        choice: One of CHOICES.
+        memory_bytes: Of all chunks together.
+        devices: Among which the memory is divided.
+        reserved: What the machine has, by size.
+    """
+    if choice == "off":
+        return PagePlan()
+    free = {size: reserved.get(size, Reserved(0, 0)).free * size for size in (MIB_2, GIB_1)}
+    roomy = memory_bytes >= GIANT_CHUNKS * GIB_1 * devices
+    giant = choice == "1GiB" or (choice == "auto" and roomy and free[GIB_1] >= memory_bytes)
+    wanted = GIB_1 if giant else MIB_2
+    tried = (GIB_1, MIB_2) if giant else (MIB_2,)
+    sizes = tuple(size for size in tried if free[size] >= max(size, CHUNK_BYTES))
+    chunk_bytes = max((CHUNK_BYTES, *sizes))
+    usable = sum(free[size] // chunk_bytes * chunk_bytes for size in sizes)
+    huge_bytes = min(memory_bytes // chunk_bytes * chunk_bytes, usable)
+    missing = memory_bytes - min(memory_bytes, free[wanted])
+    if missing < chunk_bytes:
+        return PagePlan(sizes, chunk_bytes, "", False, huge_bytes)
+    total = reserved.get(wanted, Reserved(0, 0)).total
+    note = (
+        f"huge pages: {format_size(huge_bytes)} of {format_size(memory_bytes)} "
+        f"{'is' if huge_bytes == 0 else 'are'} reserved, the rest is pinned in ordinary pages. "
+        f"To reserve what is missing: `{how_to_reserve(wanted, total + -(-missing // wanted))}`"
+    )
+    return PagePlan(sizes, chunk_bytes, note, choice != "auto", huge_bytes)
+
+
+def how_to_reserve(size: int, pages: int) -> str:
+    """The command, as root. Early after boot it finds unbroken memory; for pages of 1 GiB the
+    kernel's command line (`hugepagesz=1G hugepages=N`) is surer."""
+    kib = size // 1024
+    return f"echo {pages} > /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages"

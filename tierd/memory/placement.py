@@ -1,0 +1,68 @@
+"""Where pages of shared memory come to lie: on which NUMA node, and that they are there at all.
+
+Calls of the kernel by ctypes, which gives up the GIL for as long as they take. Addresses are of
+this process's own mappings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from pathlib import Path
+
+PIN_THREADS = 4
+"""Chunks that a copier touches and pins at a time, unless it is told otherwise."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE = 23
+"""linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call; libc has no function for it."""
+_MPOL_PREFERRED = 1
+
+
+def node_of_gpu(pci_bus_id: str, root: Path = Path("/")) -> int | None:
+    """The NUMA node that a PCI device is attached to, such as "0000:1B:00.0".
+
+    None: there is only one node here, or the firmware does not say.
+    """
+    if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    try:
+        text = (root / f"sys/bus/pci/devices/{pci_bus_id.lower()}/numa_node").read_text()
+    except OSError:
+        return None
+    return int(text) if int(text) >= 0 else None
+
+
+def prefer_node(address: int, size: int, node: int) -> None:
+    """Have pages of a shared mapping that nobody has touched yet come from a node while it has
+    any, whoever touches them.
+
+    Raises: OSError: the kernel refuses. They then come from wherever the toucher runs.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, "the number of mbind is not known on this architecture")
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    arguments = (address, size, _MPOL_PREFERRED, ctypes.addressof(mask), len(mask) * bits + 1, 0)
+    if _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) != 0:
+        raise OSError(ctypes.get_errno(), "mbind: " + os.strerror(ctypes.get_errno()))
+
+
+def populate(address: int, size: int) -> None:
+    """Touch every page. An older kernel cannot (before 5.14): they are then touched as they are
+    first used.
+
+    Raises: OSError: there is no memory left.
+    """
+    length, advice = ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE)
+    while _LIBC.madvise(ctypes.c_void_p(address), length, advice) != 0:
+        error = ctypes.get_errno()
+        if error == errno.EINVAL:
+            return
+        if error not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(error, f"no memory for {size >> 20} MiB: {os.strerror(error)}")
