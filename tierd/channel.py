@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ from tierd.wire.messages import Message
 
 T = TypeVar("T")
 _FD = array.array("i").itemsize
+_SO_PEERGROUPS = 59
+"""asm-generic/socket.h, since Linux 4.13: x86-64 and AArch64."""
 _READ = 1 << 18
 _READS = 64
 """Reads in one `receive`: a sender that never pauses must not hold the loop's other work back."""
@@ -53,6 +56,7 @@ class Channel(Generic[T]):
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
         self._max_queued = max_queued
+        self._refusal: str | None = None
         self.closed = False
 
     def fileno(self) -> int:
@@ -141,6 +145,8 @@ class Channel(Generic[T]):
                         self._fds.extend(got)
                 if flags & socket.MSG_CTRUNC:
                     raise ProtocolError("file descriptors were lost: too many in one message")
+                if data and self._refusal is not None:
+                    raise ProtocolError(self._refusal)
                 if not data:
                     if messages:
                         return messages
@@ -172,6 +178,10 @@ class Channel(Generic[T]):
                 self.close()
                 raise ChannelClosed from None
         return messages
+
+    def refuse(self, reason: str) -> None:
+        """Decode nothing from now on: whatever comes is a ProtocolError with this reason."""
+        self._refusal = reason
 
     def wait(self, timeout_s: float) -> list[tuple[T, list[int]]]:
         """Block until at least one message is there; an empty list is a time-out.
@@ -217,6 +227,17 @@ class Channel(Generic[T]):
         raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, gid = struct.unpack("3i", raw)
         return pid, uid, gid
+
+    def peer_groups(self) -> set[int]:
+        """The groups of the process at the other end when it connected, as far as can be known:
+        of a process in more than 256 only the first."""
+        try:
+            raw = self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+            raw = b""
+        return {self.peer()[2], *struct.unpack(f"{len(raw) // 4}I", raw)}
 
 
 def close_all(fds: Sequence[int] | deque[int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -55,6 +57,7 @@ class ServeConfig:
         pages: What host memory is made of.
         pin_ahead_bytes: How much of it is pinned before anybody needs it, all devices together.
         pin_threads: How many chunks a copier touches and pins at a time.
+        group: The id of a group of users who are served as we are; None: nobody else but root.
     """
 
     socket: Path
@@ -67,6 +70,7 @@ class ServeConfig:
     pages: PagePlan = field(default_factory=PagePlan)
     pin_ahead_bytes: int = 0
     pin_threads: int = PIN_THREADS
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class ServeOptions:
     hugepages: str | None = None
     pin_ahead: str | None = None
     pin_threads: int | None = None
+    group: str | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -98,7 +103,7 @@ class ServeOptions:
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
     `memory-check`, `devices`, `log-level`, `pool`, `patience`, `max-gbps`, `hugepages`,
-    `pin-ahead`, `pin-threads`.
+    `pin-ahead`, `pin-threads`, `group`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -180,6 +185,7 @@ def resolve(
         pages=pages,
         pin_ahead_bytes=_resolve_pin_ahead(options.pin_ahead, memory_bytes, devices),
         pin_threads=_check_pin_threads(options.pin_threads),
+        group=None if options.group is None else _resolve_group(options.group),
     )
 
 
@@ -187,6 +193,16 @@ def _check_max_gbps(rate: float | None) -> float | None:
     if rate is not None and not MIN_GBPS <= rate < float("inf"):
         raise ConfigError(f"--max-gbps {rate:g}: choose {MIN_GBPS:g} GB/s or more, or leave it out")
     return rate
+
+
+def _resolve_group(name: str) -> int:
+    """A group's id, by its name or its number."""
+    try:
+        return grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):
+        if name.isascii() and name.isdigit() and int(name) < 2**32 - 1:
+            return int(name)
+    raise ConfigError(f"--group {name}: there is no such group; `getent group` lists them")
 
 
 def _check_patience(factor: float) -> float:
@@ -323,8 +339,13 @@ def default_socket(environ: Mapping[str, str] = os.environ, run: Path = Path("/r
 def check_socket(socket: Path) -> Path:
     """An absolute path that fits in a socket's address.
 
-    Raises: ConfigError: it does not fit.
+    Raises: ConfigError: it does not fit, or is no path.
     """
+    if re.match(r"[a-z]+:/", str(socket)):
+        raise ConfigError(
+            f"--socket {socket}: this is no path. tierd serves one host, over Unix sockets alone: "
+            "TCP would need CURVE keys, which it has not"
+        )
     socket = Path(os.path.abspath(socket))
     if len(os.fsencode(socket)) > _MAX_SOCKET_PATH:
         raise ConfigError(
@@ -334,8 +355,10 @@ def check_socket(socket: Path) -> Path:
     return socket
 
 
-def prepare_socket_directory(socket: Path) -> None:
+def prepare_socket_directory(socket: Path, group: int | None = None) -> None:
     """Create the socket's directory, closed to other users, if it is not there.
+
+    Args: `group`: the id of one whose members may enter it all the same.
 
     Raises: ConfigError: it cannot be created, or another user could put a socket of theirs in
         place of ours.
@@ -343,7 +366,14 @@ def prepare_socket_directory(socket: Path) -> None:
     directory = socket.parent
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        else:
+            if group is not None:
+                os.chown(directory, -1, group)
+                directory.chmod(0o750)
         status = directory.stat()
     except OSError as error:
         raise ConfigError(
@@ -358,4 +388,10 @@ def prepare_socket_directory(socket: Path) -> None:
         raise ConfigError(
             f"--socket {socket}: other users can write to its directory; "
             f"`chmod go-w {directory}` or choose another"
+        )
+    enters = status.st_mode & (stat.S_IXGRP if status.st_gid == group else stat.S_IXOTH)
+    if group is not None and not enters:
+        raise ConfigError(
+            f"--socket {socket}: the group {group} cannot enter its directory; choose one that is "
+            f"not there, or `chgrp {group} {directory} && chmod g+rx {directory}`"
         )

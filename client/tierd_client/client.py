@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from tierd import __version__
-from tierd.config import default_socket
+from tierd.config import check_socket, default_socket
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import namespace_digest
@@ -137,7 +137,7 @@ class TierClient:
             None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
         )
         self._pidfd = os.pidfd_open(os.getpid())
-        self._link = Link(Path(socket) if socket else default_socket(), retry_s)
+        self._link = Link(check_socket(Path(socket)) if socket else default_socket(), retry_s)
         self._namespace = dict(namespace)
         self._instance = instance
         self._rank = rank

@@ -257,3 +257,30 @@ def test_memory_is_counted_in_chunks_of_the_largest_pages() -> None:
     assert (config.memory_bytes, config.pages.chunk_bytes) == (3 * GIB, GIB)
     with pytest.raises(ConfigError, match=r"one chunk of 1\.0 GiB each"):
         settle(ServeOptions(memory="1GiB", hugepages="1GiB", devices="host:2"), huge=huge)
+
+
+def test_a_group_is_named_or_numbered() -> None:
+    assert settle(ServeOptions(group="root")).group == 0
+    assert settle(parse_toml('group = "12345"')).group == 12345
+    assert settle(ServeOptions()).group is None
+
+
+@pytest.mark.parametrize("group", ["no such group", "-1", "", "4294967295", "x\0"])
+def test_a_group_that_is_not_there_is_refused(group: str) -> None:
+    with pytest.raises(ConfigError, match="getent group"):
+        settle(ServeOptions(group=group))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to any group")
+def test_the_socket_directory_lets_the_group_in(tmp_path: Path) -> None:
+    socket = tmp_path / "a" / "tierd.sock"
+    prepare_socket_directory(socket, 12345)
+    prepare_socket_directory(socket, 12345)
+    assert socket.parent.stat().st_mode & 0o777 == 0o750
+    assert socket.parent.stat().st_gid == 12345
+
+
+def test_a_directory_that_the_group_cannot_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with pytest.raises(ConfigError, match="chmod g"):
+        prepare_socket_directory(tmp_path / "tierd.sock", 12345)

@@ -113,14 +113,22 @@ def serve(
             help=f"Threads of each copier that pin memory. Default: {PIN_THREADS}.",
         ),
     ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Serve the users of this group too, engines and commands alike. "
+            "Default: this user and root alone.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level, pool, patience, max-gbps, hugepages, pin-ahead, pin-threads. Flags win "
-            "over it.",
+            "log-level, pool, patience, max-gbps, hugepages, pin-ahead, pin-threads, group. Flags "
+            "win over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -146,6 +154,7 @@ def serve(
         hugepages,
         pin_ahead,
         pin_threads,
+        group,
     )
     options = flags.over(config.read_toml(config_file)) if config_file else flags
     settings = config.resolve(
@@ -155,7 +164,7 @@ def serve(
         reserved=reserved_pages,
     )
     log_to_stderr(settings.log_level)
-    config.prepare_socket_directory(settings.socket)
+    config.prepare_socket_directory(settings.socket, settings.group)
     log.info(
         "%s of host memory for pages%s, devices %s",
         format_size(settings.memory_bytes),

@@ -29,13 +29,15 @@ class Endpoint:
     """Owns the socket files while it is open.
 
     Args:
-        path: The lifeline's Unix socket. Its directory exists and only we can enter it.
+        path: The lifeline's Unix socket. Its directory exists, and only who may use it can enter.
+        group: The id of a group whose members are served like ourselves, or None.
 
     Raises: ConfigError: a daemon serves there already, or the path is something else.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, group: int | None = None) -> None:
         self.path = path
+        self._group = group
         self._zmq_path = Path(f"{path}.zmq")
         self._context = zmq.Context()
         self.router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -59,13 +61,18 @@ class Endpoint:
                     self.router.bind(f"ipc://{self._zmq_path}")
                 finally:
                     os.umask(before)
+                if group is not None:
+                    for file in (path, self._zmq_path):
+                        os.chown(file, -1, group)
+                        file.chmod(0o660)
         except BaseException:
             self.close()
             raise
         self.listener.setblocking(False)
 
     def accept(self) -> Iterator[Channel[messages.FromLifeline]]:
-        """The lifelines that came in, of users whom we serve. Others are told why not."""
+        """The lifelines that came in. Those of users whom we do not serve are told so when they
+        say something: to hang up on them at once would lose the answer."""
         while True:
             try:
                 sock, _ = self.listener.accept()
@@ -76,18 +83,13 @@ class Endpoint:
                 return
             channel = Channel(sock, codec.FROM_LIFELINE)
             pid, uid, _ = channel.peer()
-            if uid in (os.getuid(), 0):
-                yield channel
-                continue
-            log.warning("refused a connection of user %d (pid %d)", uid, pid)
-            with contextlib.suppress(Exception):
-                channel.send(
-                    messages.Refused(
-                        reason=f"this daemon serves user {os.getuid()}, not user {uid}",
-                        protocol=limits.PROTOCOL_VERSION,
-                    )
+            if uid not in (os.getuid(), 0) and self._group not in channel.peer_groups():
+                log.warning("refused a connection of user %d (pid %d)", uid, pid)
+                channel.refuse(
+                    f"this daemon serves user {os.getuid()}, not user {uid}; it can serve a "
+                    "group: `tierd serve --group NAME`"
                 )
-            channel.close()
+            yield channel
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """What clients have sent: (routing id, message). Bounded, so that others get a turn."""

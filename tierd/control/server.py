@@ -57,7 +57,7 @@ def serve(config: ServeConfig, on_ready: Callable[[], None]) -> int:
     Raises: ConfigError: the socket cannot be had; the text says why and what to do.
     """
     _raise_descriptor_limit()
-    control = Control(State(Endpoint(config.socket), config))
+    control = Control(State(Endpoint(config.socket, config.group), config))
     try:
         return control.run(on_ready)
     finally:
