@@ -7,7 +7,9 @@ import json
 import sys
 from dataclasses import fields
 from typing import Any
+from unittest import mock
 
+import sglang_plugin
 import torch
 from tierd_client.sglang.imports import load_sglang
 from tierd_client.sglang.tree_engine import Running, TreeEngine
@@ -56,7 +58,45 @@ def state(engine: TreeEngine) -> Any:
     }
 
 
-COMMANDS = {f.__name__: f for f in (serve, drain, evict, flush_cache, weights_change, state)}
+def features(engine: TreeEngine) -> list[str]:
+    """What the plugin does in this engine."""
+    return sorted(engine.linker.plugin.features)
+
+
+def iterate(engine: TreeEngine, iterations: int) -> int:
+    """So many scheduler iterations. Returns: the all-reduces in them."""
+    reduce = torch.distributed.all_reduce
+    with mock.patch.object(torch.distributed, "all_reduce", wraps=reduce) as counted:
+        for _ in range(iterations):
+            engine.step()
+    return counted.call_count
+
+
+def settle(engine: TreeEngine) -> Any:
+    """Drain. Returns: the nodes that waited, and the results as the tree took them, look by
+    look."""
+    wrapper = engine.tree.linker
+    nodes = [pending.lock_node_id for pending in wrapper.pending_offloads]
+    commit = wrapper.commit_completed_offloads
+    with mock.patch.object(wrapper, "commit_completed_offloads", wraps=commit) as looks:
+        engine.drain()
+    return {"nodes": nodes, "looks": [call.args[0] for call in looks.call_args_list]}
+
+
+COMMANDS = {
+    f.__name__: f
+    for f in (
+        serve,
+        drain,
+        evict,
+        flush_cache,
+        weights_change,
+        state,
+        features,
+        iterate,
+        settle,
+    )
+}
 
 
 def main() -> None:
@@ -67,6 +107,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=4)
     parser.add_argument("--shape", type=json.loads, default={}, help="more of EngineShape")
     parser.add_argument("--group", nargs=3, metavar=("RENDEZVOUS", "RANK", "WORLD"))
+    parser.add_argument("--plugin", help="where tierd's metadata is, for SGLang to find its plugin")
     arguments = parser.parse_args()
     group = None
     if arguments.group:
@@ -76,6 +117,9 @@ def main() -> None:
         )
         group = torch.distributed.group.WORLD
     load_sglang()
+    if arguments.plugin:
+        sys.path.insert(0, arguments.plugin)
+        sglang_plugin.load()
     from sglang.srt.server_args import ServerArgs
 
     shape = EngineShape(page_tokens=arguments.page, core=arguments.core, **arguments.shape)

@@ -59,6 +59,15 @@ class Daemon:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(DEADLINE_S)
 
+    def freeze(self) -> None:
+        """Stop its control: it answers nobody, and nobody notices."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()

@@ -22,7 +22,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank brings.
 
     `refusal`: why it cannot be served, or empty. `host`: the running system it is on.
-    `geometry`: its pools, in words.
+    `geometry`: its pools, in words. `features`: of the plugin, those that it has.
     """
 
     refusal: str
@@ -30,15 +30,18 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     geometry: str
     instance: str
     namespace: dict[str, str]
+    features: tuple[str, ...] = ()
 
 
 class Group(NamedTuple):
-    """What the ranks agreed on. `instance` and `namespace` are rank 0's."""
+    """What the ranks agreed on. `instance` and `namespace` are rank 0's; `features` are those of
+    the plugin that every rank has."""
 
     rank: int
     world_size: int
     instance: str
     namespace: dict[str, str]
+    features: frozenset[str]
 
 
 def group_of(params: Any) -> Any | None:
@@ -85,7 +88,8 @@ def agree(group: Any | None, offer: Offer) -> Group:
                 f"rank 0 has {offers[0].geometry}, and rank {number} has {other.geometry}; "
                 "the ranks of one engine must have the same"
             )
-    return Group(rank, world_size, offers[0].instance, offers[0].namespace)
+    shared = frozenset(offer.features).intersection(*(other.features for other in offers))
+    return Group(rank, world_size, offers[0].instance, offers[0].namespace, shared)
 
 
 def host_id() -> str:

@@ -27,6 +27,8 @@ from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
 from tierd_client.sglang.group import Offer, agree, group_of, host_id
 from tierd_client.sglang.namespace import namespace, process_start_s
+from tierd_client.sglang.plugin.tree import ActivePlugin
+from tierd_client.sglang.plugin.tree import features as plugin_features
 from tierd_client.sglang.pools import MAMBA, EnginePools, engine_pools
 from tierd_client.sglang.support import refusals
 from tierd_client.sglang.tree import Prefix, Tree
@@ -116,6 +118,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             except RefusedError as error:
                 refusal = str(error)
         instance = uuid.uuid4().hex
+        features = plugin_features()
         group = agree(
             group_of(params),
             Offer(
@@ -129,6 +132,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
                     instance=instance,
                     started_s=process_start_s(),
                 ),
+                features=features,
             ),
         )
         assert found is not None  # agree() raises where there is none
@@ -142,6 +146,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loads: dict[str, list[PoolPages]] = {}
         self._loading = 0
         self._tree = Tree()
+        self.plugin = ActivePlugin(features, group.features, group.world_size)
         self._weights_are_stale = False
         if "private" in group.namespace:
             log.warning(
@@ -182,6 +187,12 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._supply(need)
         self._collect()
         return len(self._results)
+
+    def flush(self) -> None:
+        """Send what was queued now: the step is over. Without the plugin nobody calls this."""
+        if self._queued:
+            self._send_queued()
+            self.client.flush()
 
     def pop_completed_offload(self) -> bool:
         """The oldest result: whether the node's pages are kept."""
@@ -246,6 +257,12 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         self.client.cancel(rid)
         return True
+
+    def release(self, rid: str) -> None:
+        """What a lookup has leased for this request will not be loaded, unless a load is queued
+        already. Without the plugin nobody calls this, and the lease runs out."""
+        if rid not in self._loads:
+            self.client.cancel(rid)
 
     def start_layer_wise_loading(self) -> int:
         """Start the queued loads as one restore. Returns: its index in the layer counter, or -1

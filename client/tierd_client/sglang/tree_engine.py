@@ -119,10 +119,16 @@ class TreeEngine:
 
     # --- a request's life -------------------------------------------------------------------
 
-    def admit(self, rid: str, tokens: Sequence[int]) -> Running:
-        """Match a prompt against the tree and the tier, and queue the load of what it found."""
+    def match(self, rid: str, tokens: Sequence[int]) -> Any:
+        """Match a prompt against the tree and the tier, as that of a request that waits. Returns:
+        SGLang's `Req`, which says what was found."""
         req = self._new_request(rid, tokens)
         req.init_next_round_input(self.tree)
+        return req
+
+    def admit(self, rid: str, tokens: Sequence[int]) -> Running:
+        """Match a prompt against the tree and the tier, and queue the load of what it found."""
+        req = self.match(rid, tokens)
         device_hit = req.prefix_len
         req.lock = self.tree.lock(req.last_node)
         loaded = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -46,33 +46,38 @@ def misfit(hook: Hook) -> str:
     return ""
 
 
-def put_in(hook: Hook) -> bool:
-    """Put a hook in, through SGLang's own registry, unless it is in already.
+def put_in(hooks: Sequence[Hook]) -> bool:
+    """Put hooks in, through SGLang's own registry, unless they are in already; none of them if one
+    does not fit.
 
     Call it when SGLang has loaded its plugins; what others have registered is applied with it.
 
-    Returns: whether it is in. If not, the reason has been logged.
+    Returns: whether all are in. If not, the reason has been logged.
     """
-    reason = misfit(hook)
-    if not reason:
-        before = pkgutil.resolve_name(hook.target)
-        if before is _in_place.get(hook.target):
-            return True
-        _apply(hook)
-        after = pkgutil.resolve_name(hook.target)
-        if after is not before:
-            _in_place[hook.target] = after
-            return True
-        reason = f"{hook.target} has been hooked by another plugin before"
-    if reason not in _said:
-        _said.add(reason)
-        log.warning("tierd: a part of the plugin stays out: %s", reason)
-    return False
+    reasons = [reason for hook in hooks if (reason := misfit(hook))]
+    if not reasons:
+        reasons = [
+            f"another plugin has hooked {hook.target}" for hook in hooks if not _put_in(hook)
+        ]
+    for reason in reasons:
+        if reason not in _said:
+            _said.add(reason)
+            log.warning("tierd: a part of the plugin stays out: %s", reason)
+    return not reasons
 
 
-def _apply(hook: Hook) -> None:
+def _put_in(hook: Hook) -> bool:
+    """The registry patches a target once; whoever comes after that is not heard."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+    before = pkgutil.resolve_name(hook.target)
+    if before is _in_place.get(hook.target):
+        return True
     source = HookSource(plugin_name="tierd", dist_name="tierd")
     HookRegistry.register(hook.target, hook.around, HookType.AROUND, source=source)
     HookRegistry.apply_hooks()
+    after = pkgutil.resolve_name(hook.target)
+    if after is before:
+        return False
+    _in_place[hook.target] = after
+    return True

@@ -1,0 +1,97 @@
+"""The plugin between the ranks of one engine: fewer collectives, and never other ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_harness import Daemon, EngineProcess, engine_processes, prompt
+from sglang_plugin import install_metadata
+from tierd_client.sglang.plugin.cadence import DRAIN_EVERY
+
+pytestmark = pytest.mark.sglang
+
+PAGES = 16
+
+
+def both(ranks: list[EngineProcess], command: str, **arguments: Any) -> Any:
+    """One step of a group: every rank does the same, and must say the same."""
+    for rank in ranks:
+        rank.tell(command, **arguments)
+    first, *others = [rank.answer() for rank in ranks]
+    assert all(other == first for other in others)
+    return first
+
+
+def group(tmp_path: Path, with_plugin: tuple[bool, bool]) -> list[list[str]]:
+    installed = ["--plugin", str(install_metadata(tmp_path / "site-packages"))]
+    return [
+        [*("--core", "rust", "--group", str(tmp_path / "rendezvous"), str(rank), "2"), *extra]
+        for rank, extra in enumerate(installed if has_it else [] for has_it in with_plugin)
+    ]
+
+
+def offer(ranks: list[EngineProcess], seeds: range) -> None:
+    for seed in seeds:
+        both(ranks, "serve", rid=f"request {seed}", tokens=prompt(seed, 4 * PAGES))
+
+
+def restored(ranks: list[EngineProcess], seed: int) -> int:
+    served = both(ranks, "serve", rid=f"again {seed}", tokens=[*prompt(seed, 4 * PAGES), 1])
+    assert served["wrong"] == 0
+    return int(served["loaded"])
+
+
+def results(settled: dict[str, Any]) -> list[bool]:
+    return [kept for look in settled["looks"] for kept in look]
+
+
+def test_ranks_that_have_it_reduce_when_something_is_pending_and_then_seldom(
+    daemon: Daemon, model: Path, tmp_path: Path
+) -> None:
+    with engine_processes(daemon, model, group(tmp_path, (True, True))) as ranks:
+        assert [rank.answer() for rank in ranks] == ["ready"] * 2
+        assert both(ranks, "features") == ["flush", "reductions", "release"]
+        assert both(ranks, "iterate", iterations=100) == 0
+
+        daemon.freeze()  # no ack comes
+        offer(ranks, range(3))
+        assert both(ranks, "iterate", iterations=10 * DRAIN_EVERY) == 10
+        daemon.thaw()
+        settled = both(ranks, "settle")
+        assert len(settled["nodes"]) == 3
+        assert results(settled) == [True] * 3
+        assert both(ranks, "state")["locked"] == 0
+        both(ranks, "evict")
+        assert restored(ranks, 0) == 4 * PAGES
+        both(ranks, "drain")
+        assert both(ranks, "iterate", iterations=100) == 0
+
+        # Each rank finds out by itself, and not at the same time, that the daemon is gone.
+        daemon.freeze()
+        offer(ranks, range(10, 15))
+        daemon.kill()
+        settled = both(ranks, "settle")
+        assert results(settled)[-5:] == [False] * 5
+        assert both(ranks, "state")["locked"] == 0
+        assert both(ranks, "iterate", iterations=100) == 0
+
+
+def test_one_rank_without_it_and_nobody_uses_it(
+    daemon: Daemon, model: Path, tmp_path: Path
+) -> None:
+    with engine_processes(daemon, model, group(tmp_path, (True, False))) as ranks:
+        assert [rank.answer() for rank in ranks] == ["ready"] * 2
+        assert both(ranks, "features") == []
+        assert both(ranks, "iterate", iterations=20) == 20
+
+        daemon.freeze()
+        offer(ranks, range(3))
+        assert both(ranks, "iterate", iterations=20) == 20
+        daemon.thaw()
+        assert results(both(ranks, "settle")) == [True] * 3
+        both(ranks, "evict")
+        assert restored(ranks, 0) == 4 * PAGES
+        both(ranks, "drain")
+        assert both(ranks, "state")["locked"] == 0
