@@ -70,6 +70,7 @@ class Daemon:
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
+            self.thaw()
             self._process.terminate()
             self._process.wait(DEADLINE_S)
 

@@ -15,6 +15,7 @@ import pytest
 import sglang_plugin
 from sglang_harness import Daemon, prompt, until
 from tierd_client.sglang.imports import load_sglang
+from tierd_client.sglang.plugin import arena as plugin_arena
 from tierd_client.sglang.plugin import install
 from tierd_client.sglang.plugin import tree as plugin_tree
 from tierd_client.sglang.tree_engine import TreeEngine
@@ -48,7 +49,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    for target in METHODS:
+    for target in [*METHODS, *(hook.target for hook in plugin_arena.HOOKS)]:
         owner, name = owner_and_name(target)
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
