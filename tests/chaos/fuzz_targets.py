@@ -286,11 +286,13 @@ class Config:
                 parse_toml(text),
                 available=lambda: Available(1 << 40, "the machine"),
                 visible_gpus=lambda: [f"GPU-{n}" for n in range(2)],
+                reserved=dict,
             )
         except ConfigError:
             return
         assert settings.memory_bytes >= CHUNK_BYTES * len(settings.devices)
         assert settings.memory_bytes % CHUNK_BYTES == 0
+        assert 0 <= settings.pin_ahead_bytes <= settings.memory_bytes
         assert 0 < len(settings.devices) <= 64
         assert all(0 < share <= 1 for share in settings.pool_shares.values())
         assert 0 < settings.patience <= 100

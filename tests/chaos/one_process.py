@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tierd.channel import Channel
 from tierd.config import ServeConfig
@@ -21,6 +22,7 @@ from tierd.copier.host import HostBackend
 from tierd.copier.plan import Batch, Direction, Records
 from tierd.copier.worker import Worker
 from tierd.wire import codec
+from tierd.wire.geometry import CHUNK_BYTES
 from tierd.wire.messages import Allocation
 
 CHUNKS = 8
@@ -61,8 +63,8 @@ class CheckedBackend(HostBackend):
         self.device, self.host = Bounds(), Bounds()
         self.operations = 0
 
-    def map_chunk(self, fd: int, size: int) -> Chunk:
-        chunk = super().map_chunk(fd, size)
+    def map_chunk(self, fd: int, size: int, *options: Any) -> Chunk:
+        chunk = super().map_chunk(fd, size, *options)
         chunk.resources.callback(self.host.remove, self.host.add(chunk.address, size))
         return chunk
 
@@ -127,7 +129,13 @@ class OneProcess:
 
     def __init__(self, directory: Path, devices: int = 2) -> None:
         names = tuple(f"host:{n}" for n in range(devices))
-        config = ServeConfig(directory / "tierd.sock", CHUNKS << 26, names, "error", {}, PATIENCE)
+        config = ServeConfig(
+            socket=directory / "tierd.sock",
+            memory_bytes=CHUNKS * CHUNK_BYTES,
+            devices=names,
+            log_level="error",
+            patience=PATIENCE,
+        )
         self.state = State(Endpoint(config.socket), config)
         self.copiers = [LocalCopier(name, self.state.deadlines) for name in names]
         self.state.copiers = {copier.device: copier for copier in self.copiers}
