@@ -24,6 +24,7 @@ else:
     import tomli as tomllib
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+VERIFY = ("off", "sample", "always")
 MAX_HOST_DEVICES = 64
 MIN_PATIENCE, MAX_PATIENCE = 0.05, 100.0
 MIN_GBPS = 0.5
@@ -58,6 +59,8 @@ class ServeConfig:
         pin_ahead_bytes: How much of it is pinned before anybody needs it, all devices together.
         pin_threads: How many chunks a copier touches and pins at a time.
         group: The id of a group of users who are served as we are; None: nobody else but root.
+        persist: Where the pages outlive the daemon; None: they do not.
+        verify: Which pages get checksums, one of `VERIFY`.
     """
 
     socket: Path
@@ -71,6 +74,8 @@ class ServeConfig:
     pin_ahead_bytes: int = 0
     pin_threads: int = PIN_THREADS
     group: int | None = None
+    persist: Path | None = None
+    verify: str = "off"
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class ServeOptions:
     pin_ahead: str | None = None
     pin_threads: int | None = None
     group: str | None = None
+    persist: str | None = None
+    verify: str | None = None
 
     def over(self, other: ServeOptions) -> ServeOptions:
         """These options, with `other`'s where nothing was said here."""
@@ -103,7 +110,7 @@ class ServeOptions:
 def parse_toml(text: str) -> ServeOptions:
     """The options in a config file. Its keys are the flags' names: `socket`, `memory`,
     `memory-check`, `devices`, `log-level`, `pool`, `patience`, `max-gbps`, `hugepages`,
-    `pin-ahead`, `pin-threads`, `group`.
+    `pin-ahead`, `pin-threads`, `group`, `persist`, `verify`.
 
     Raises: ConfigError: not TOML, an unknown key, or a value of the wrong type; it names the key.
     """
@@ -171,6 +178,11 @@ def resolve(
     hugepages = options.hugepages or "auto"
     if hugepages not in CHOICES:
         raise ConfigError(f"--hugepages {hugepages}: choose one of {', '.join(CHOICES)}")
+    verify = options.verify or "off"
+    if verify not in VERIFY:
+        raise ConfigError(f"--verify {verify}: choose one of {', '.join(VERIFY)}")
+    if options.persist:
+        raise ConfigError("--persist: this version cannot keep pages yet; leave it out")
     devices = resolve_devices(options.devices or "all", visible_gpus)
     huge = {} if hugepages == "off" else reserved()
     memory_bytes, pages = _resolve_memory(options, available, len(devices), hugepages, huge)
@@ -186,6 +198,8 @@ def resolve(
         pin_ahead_bytes=_resolve_pin_ahead(options.pin_ahead, memory_bytes, devices),
         pin_threads=_check_pin_threads(options.pin_threads),
         group=None if options.group is None else _resolve_group(options.group),
+        persist=Path(os.path.abspath(options.persist)) if options.persist else None,
+        verify=verify,
     )
 
 

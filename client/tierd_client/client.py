@@ -256,6 +256,7 @@ class TierClient:
         elif self.connected:
             self._watch()
         elif was_up:
+            self._receive()
             self._lost("it closed the connection")
         else:
             self._note_link()
@@ -569,6 +570,7 @@ class TierClient:
             was_up = self.connected
             self._link.wait(deadline - now, now)
             if was_up and not self.connected:
+                self._receive()
                 self._lost("it closed the connection")
                 return None
         self._mute_s = min(self._mute_s * 2, 10.0)

@@ -89,6 +89,7 @@ class Link:
         self._lifeline: Channel[messages.ToLifeline] | None = None
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
+        self._last_words: list[messages.ToClient] = []
 
     def due(self, now: float) -> bool:
         """Is it time for another attempt?"""
@@ -127,6 +128,8 @@ class Link:
         except (ChannelClosed, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 log.warning("the daemon on %s makes no sense: %s", self.path, error)
+            # A daemon that ends in good order sends its last acks before it closes.
+            self._last_words = self.receive()
             self.drop()
         if self.state is LinkState.REGISTERING and now >= self._give_up_at:
             log.warning("the daemon on %s does not answer a registration", self.path)
@@ -181,7 +184,7 @@ class Link:
 
     def receive(self) -> list[messages.ToClient]:
         """What the daemon has sent. A few microseconds if there is nothing."""
-        received: list[messages.ToClient] = []
+        received, self._last_words = self._last_words, []
         if self._dealer is None:
             return received
         try:

@@ -48,12 +48,16 @@ class Daemon:
         patience: float = 1.0,
         log_level: str = "info",
         group: str | None = None,
+        verify: str = "off",
+        persist: Path | None = None,
     ) -> None:
         self.socket = directory / "tierd.sock"
         self._log = directory / "daemon.log"
         self._options = ["--devices", devices, "--memory", memory, "--no-memory-check"]
         self._options += ["--patience", str(patience), "--log-level", log_level]
         self._options += ["--group", group] if group else []
+        self._options += ["--verify", verify]
+        self._options += ["--persist", str(persist)] if persist else []
         self._admin: Channel[messages.ToLifeline] | None = None
         self._family: list[psutil.Process] = []
         self.process: subprocess.Popen[str] | None = None

@@ -15,6 +15,8 @@ STATUS: dict[str, Any] = {
     "socket": "/run/tierd/llama/tierd.sock",
     "uptime_s": 7300.0,
     "paused": True,
+    "draining": False,
+    "longest_turn_s": 0.002,
     "memory": {
         "total_bytes": 64 << 30,
         "claimed_bytes": 16 << 30,
@@ -62,6 +64,8 @@ STATUS: dict[str, Any] = {
             "pid": 99,
             "state": "ready",
             "restarts": 1,
+            "silent_s": 0.0,
+            "killed_at_s": 40.0,
             "backup_pages": 10,
             "backup_bytes": 50_000_000_000,
             "backup_seconds": 1.0,
@@ -102,6 +106,18 @@ def test_a_busy_daemon_shows_its_pools_engines_and_copiers() -> None:
 
 def test_a_daemon_that_serves_says_nothing_of_a_pause() -> None:
     assert "PAUSED" not in shown({**STATUS, "paused": False})
+
+
+def test_a_daemon_that_ends_says_so() -> None:
+    assert "ENDING" not in shown(STATUS)
+    assert "ENDING" in shown({**STATUS, "draining": True})
+
+
+def test_of_a_copier_that_does_not_answer_it_is_said_what_happens_next() -> None:
+    (copier,) = STATUS["copiers"]
+    assert "answer" not in shown(STATUS)
+    text = shown({**STATUS, "copiers": [{**copier, "silent_s": 12.3}]})
+    assert "not answering for 12 s; killed and started again at 40 s" in text
 
 
 def test_an_idle_daemon_has_empty_tables() -> None:

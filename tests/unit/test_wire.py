@@ -56,6 +56,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.none() | st.integers(0, 9) | st.text(max_size=5) | st.lists(st.booleans())
         case inspect.StructType():
             return structs(kind.cls)
+        case inspect.NoneType():
+            return st.none()
+        case inspect.UnionType():
+            return st.one_of(*map(values, kind.types))
     raise NotImplementedError(f"{kind}: teach this strategy the type")
 
 

@@ -11,7 +11,7 @@ from tierd.wire import codec, messages
 from tierd.wire.errors import DaemonUnavailableError, ProtocolError, RefusedError
 from tierd.wire.messages import ToLifeline
 
-REPLY_TIMEOUT_S = 10.0
+REPLY_TIMEOUT_S = 5.0
 
 Reply = TypeVar("Reply", messages.Status, messages.Done)
 
@@ -25,6 +25,7 @@ def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Re
         ProtocolError: the answer makes no sense.
     """
     channel = _connect(path)
+    pid, _, _ = channel.peer()
     try:
         channel.send(request)
         received = channel.wait(REPLY_TIMEOUT_S)
@@ -36,7 +37,10 @@ def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Re
         channel.close()
     if not received:
         raise DaemonUnavailableError(
-            f"the daemon on {path} has not answered within {REPLY_TIMEOUT_S:.0f} s; see its log"
+            f"the daemon on {path} (pid {pid}) has not answered within {REPLY_TIMEOUT_S:.0f} s: "
+            f"{_excuse(pid)}. Engines serve on without a host tier meanwhile. If it stays so, "
+            f"`kill -KILL {pid}` and start it again: its copiers end by themselves, and with "
+            "--persist the pages are kept"
         )
     reply, fds = received[0]
     close_all(fds)
@@ -67,3 +71,19 @@ def _connect(path: Path) -> Channel[ToLifeline]:
         sock.close()
         raise DaemonUnavailableError(f"cannot connect to {path}: {error}") from None
     return Channel(sock, codec.TO_LIFELINE)
+
+
+def _excuse(pid: int) -> str:
+    """Why a process does not answer, as far as the kernel knows (proc(5), `State`)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "its process cannot be seen from here"
+    state = next((line.split()[1] for line in status.splitlines() if line[:6] == "State:"), "?")
+    if state in "Tt":
+        return f"its process is stopped; `kill -CONT {pid}` lets it go on"
+    if state == "D":
+        return "its process waits for the kernel (memory or a disk)"
+    if state in "RS":
+        return "its process is alive, yet its loop does not go round; see its log"
+    return f"its process is in state {state}; see its log"

@@ -51,6 +51,8 @@ def _headline(data: Mapping[str, Any]) -> RenderableType:
     text.append(f" on {data['socket']}, pid {data['pid']}, up {duration(data['uptime_s'])}")
     if data["paused"]:
         text.append("  PAUSED: lookups miss, backups are shed (`tierd resume`)", style="bold red")
+    if data["draining"]:
+        text.append("  ENDING: finishing what is under way, lookups miss", style="bold red")
     text.append(
         f"\nmemory  {format_size(memory['claimed_bytes'])} of "
         f"{format_size(memory['total_bytes'])} claimed by pools"
@@ -126,11 +128,10 @@ def _copiers(copiers: list[Mapping[str, Any]]) -> Table:
         ["pid", "restarts", "backed up", "rate", "restored", "rate"],
         ["detail"],
     )
-    styles = {"ready": "green", "starting": "yellow", "restarting": "red"}
     for copier in copiers:
         table.add_row(
             copier["device"],
-            Text(copier["state"], style=styles.get(copier["state"], "")),
+            _copier_state(copier),
             str(copier["pid"]),
             str(copier["restarts"]),
             format_size(copier["backup_bytes"]),
@@ -140,6 +141,17 @@ def _copiers(copiers: list[Mapping[str, Any]]) -> Table:
             describe(copier["detail"]),
         )
     return table
+
+
+def _copier_state(copier: Mapping[str, Any]) -> Text:
+    if copier["silent_s"]:
+        return Text(
+            f"not answering for {copier['silent_s']:.0f} s; killed and started again at "
+            f"{copier['killed_at_s']:.0f} s",
+            style="bold red",
+        )
+    styles = {"ready": "green", "starting": "yellow", "restarting": "red", "ending": "red"}
+    return Text(copier["state"], style=styles.get(copier["state"], ""))
 
 
 def _table(

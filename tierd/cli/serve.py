@@ -14,7 +14,8 @@ from tierd import config
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
 from tierd.memory.hugepages import reserved_pages
-from tierd.memory.limits import available_memory, format_size
+from tierd.memory.limits import Available, available_memory, format_size
+from tierd.memory.persist import used_bytes
 from tierd.memory.placement import PIN_THREADS
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,14 @@ Examples:
 - `tierd serve --config /etc/tierd/llama.toml --memory 128GiB`: flags win over the file
 - `tierd serve --devices host:2 --memory 512MiB`: no GPU needed, two devices of the host backend
 
+- `tierd serve --persist /dev/shm/tierd-llama`: the cache survives a restart of the daemon
+
 Start the daemon before the engine: its CUDA contexts (about half a GiB of each GPU) must be there
-when the engine sizes its own pools. SIGTERM or Ctrl-C ends it and every process it started.
+when the engine sizes its own pools. SIGTERM or Ctrl-C ends it and every process it started, once
+what it has accepted is finished, or 15 s later; a second one ends it at once.
+
+Exit status: 0 all was finished, 4 not all was, 1 a copier cannot start, 2 bad usage or
+configuration.
 """
 
 
@@ -121,14 +128,30 @@ def serve(
             "Default: this user and root alone.",
         ),
     ] = None,
+    persist: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep pages in files of this directory, on a tmpfs or hugetlbfs, so that the next "
+            "daemon with the same one has them. Default: pages go with the daemon.",
+        ),
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHICH",
+            help="Checksums of pages in host memory: off, sample (one page in 16) or always. They "
+            "cost CPU time, about half a second a GB. Default: off.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             metavar="FILE",
             help="TOML file with the same names: socket, memory, memory-check, devices, "
-            "log-level, pool, patience, max-gbps, hugepages, pin-ahead, pin-threads, group. Flags "
-            "win over it.",
+            "log-level, pool, patience, max-gbps, hugepages, pin-ahead, pin-threads, group, "
+            "persist, verify. Flags win over it.",
         ),
     ] = None,
     log_level: Annotated[
@@ -155,11 +178,13 @@ def serve(
         pin_ahead,
         pin_threads,
         group,
+        persist,
+        verify,
     )
     options = flags.over(config.read_toml(config_file)) if config_file else flags
     settings = config.resolve(
         options,
-        available=available_memory,
+        available=lambda: claimable(options.persist),
         visible_gpus=visible_gpus,
         reserved=reserved_pages,
     )
@@ -175,7 +200,13 @@ def serve(
         log.log(logging.WARNING if settings.pages.short else logging.INFO, settings.pages.note)
     from tierd.control.server import serve as run_control
 
-    raise typer.Exit(run_control(settings, lambda: announce(settings)))
+    raise typer.Exit(run_control(settings, lambda: announce(settings), tell_systemd))
+
+
+def claimable(persist: str | None) -> Available:
+    """Memory for this daemon: what is free, and what an earlier one has left for it."""
+    free = available_memory()
+    return free._replace(nbytes=free.nbytes + (used_bytes(Path(persist)) if persist else 0))
 
 
 def announce(settings: config.ServeConfig) -> None:
@@ -185,7 +216,11 @@ def announce(settings: config.ServeConfig) -> None:
         f"devices {', '.join(settings.devices)}, pid {os.getpid()}",
         flush=True,
     )
-    notify_systemd("READY=1", os.environ.get("NOTIFY_SOCKET"))
+    tell_systemd("READY=1")
+
+
+def tell_systemd(state: str) -> None:
+    notify_systemd(state, os.environ.get("NOTIFY_SOCKET"))
 
 
 def notify_systemd(state: str, address: str | None) -> None:

@@ -83,7 +83,7 @@ class BackupDesk:
             blobs = keys[at : at + sum(part.pages for part in item.parts)]
             at += len(blobs)
             offer = None
-            if not item.shed:
+            if not item.shed and self._state.drain is None:
                 try:
                     offer = _offer(session, message, item, blobs)
                 except ProtocolError as bad:

@@ -24,6 +24,9 @@ SPAN = 4096
 """Slots that are searched at a time for free ones."""
 
 
+_SPOILED = 3
+"""A slot whose page has gone, though somebody still holds it. Its header says FREE."""
+
 CHUNKS_TRIED = 4
 """The coldest chunks of a pool that are looked at for one that nobody uses right now."""
 
@@ -240,7 +243,9 @@ class PagePool:
 
     def release(self, slots: Slots) -> None:
         self._holds[slots] -= 1
-        self._held -= len(np.unique(slots[self._holds[slots] == 0]))
+        left = np.unique(slots[self._holds[slots] == 0])
+        self._held -= len(left)
+        self._set_free(left[self._state[left] == _SPOILED])
 
     def reserve(
         self, keys: Sequence[bytes], parent: bytes | None, known: Sequence[int | None], now: int
@@ -294,13 +299,40 @@ class PagePool:
         """These WRITING pages will not come, and nothing writes to their slots any more."""
         with self._dropping() as drop:
             for slot in reversed(slots.tolist()):
-                if self.policy.children[slot]:
-                    for child in np.flatnonzero(self.policy.parent == slot).tolist():
-                        self.policy.orphan(child)
-                        self._wait_for(child, self._keys[slot])
+                self._orphan_followers(np.array([slot]))
                 drop(slot)
 
+    def spoil(self, slots: Slots) -> int:
+        """The bytes of these pages are not what they were: nobody finds them from now on, and what
+        comes after them waits for them to be backed up again. A slot that is held is free once it
+        is released.
+
+        Returns how many there were; some may have gone already.
+        """
+        slots = slots[self._state[slots] == COMMITTED]
+        self._orphan_followers(slots)
+        with self._dropping() as drop:
+            for slot in slots.tolist():
+                drop(slot)
+        held = slots[self._holds[slots] > 0]
+        self._state[held] = _SPOILED
+        self._free -= len(held)
+        np.subtract.at(self._free_in, held // SPAN, 1)
+        return len(slots)
+
     # --- inside -------------------------------------------------------------------------------
+
+    def _orphan_followers(self, slots: Slots) -> None:
+        """What comes after these pages, whose slots are about to be given up, waits for them."""
+        for slot in slots[self.policy.children[slots] > 0].tolist():
+            for child in np.flatnonzero(self.policy.parent == slot).tolist():
+                self.policy.orphan(child)
+                self._wait_for(child, self._keys[slot])
+
+    def _set_free(self, slots: Slots) -> None:
+        self._state[slots] = FREE
+        self._free += len(slots)
+        np.add.at(self._free_in, slots // SPAN, 1)
 
     def _span(self, ordinal: int) -> tuple[int, int]:
         return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots

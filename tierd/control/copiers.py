@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierd.channel import Channel, ChannelClosed
+from tierd.control.catalog import PagePool
 from tierd.control.deadlines import Deadlines
+from tierd.control.health import Pulse
+from tierd.eviction.policy import Slots
 from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec
-from tierd.wire.messages import FromCopier, JobDone, Message, Shutdown
+from tierd.wire.messages import FromCopier, JobDone, Message, Ping, Shutdown
 
 log = logging.getLogger("tierd.control")
 
@@ -47,7 +50,8 @@ class Job:
     """Copies that a copier has been told to make, until they have retired.
 
     `done(ok, lost)` is called once: `lost` says that the copier died with it. `restore` is the
-    step's number if it is a restore. A copier that has not retired it by `kills_at` is killed.
+    step's number if it is a restore, and `held` what each part of it loads. A copier that has not
+    retired it by `kills_at` is killed.
     """
 
     number: int
@@ -55,6 +59,7 @@ class Job:
     kills_at: float
     done: Callable[[bool, bool], None]
     restore: int | None = None
+    held: Sequence[tuple[PagePool, Slots]] = ()
 
 
 @dataclass
@@ -77,6 +82,8 @@ class Copier:
         deadlines: The daemon's.
         max_gbps: Cap of either direction in GB/s; None for none.
         pin_threads: How many chunks it touches and pins at a time.
+        verify: Which pages get checksums (`tierd serve --verify`).
+        hold_fd: A descriptor that it keeps open until it ends, or -1.
     """
 
     def __init__(
@@ -86,11 +93,16 @@ class Copier:
         *,
         max_gbps: float | None = None,
         pin_threads: int = PIN_THREADS,
+        verify: str = "off",
+        hold_fd: int = -1,
     ) -> None:
         self.device = device
         self._pin_threads = pin_threads
         self._deadlines = deadlines
         self._max_gbps = max_gbps
+        self._verify = verify
+        self._hold_fd = hold_fd
+        self.pulse = Pulse(deadlines.quiet_s)
         self.state = CopierState.DEAD
         self.restarts = 0
         self.restart_at = 0.0
@@ -122,12 +134,16 @@ class Copier:
                 str(self._deadlines.ready_s),
                 "--pin-threads",
                 str(self._pin_threads),
+                "--verify",
+                self._verify,
             ]
             if self._max_gbps is not None:
                 command += ["--max-gbps", str(self._max_gbps)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+            inherited = [theirs.fileno()]
+            if self._hold_fd >= 0:
+                command += ["--hold-fd", str(self._hold_fd)]
+                inherited.append(self._hold_fd)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.channel = Channel(ours, codec.FROM_COPIER)
@@ -143,14 +159,43 @@ class Copier:
         except ChannelClosed:
             self.end()
 
-    def overdue(self, now: float) -> bool:
-        """Does it not get ready, or not retire a job?"""
+    def overdue(self, now: float) -> str:
+        """What it has not done in time, in words; empty: nothing."""
         if self.state is CopierState.STARTING:
-            return now >= self._ready_by
-        return any(job.kills_at <= now for job in self.jobs.values())
+            return "is not ready to work" if now >= self._ready_by else ""
+        if any(job.kills_at <= now for job in self.jobs.values()):
+            return "has not finished its copies"
+        if self.pulse.silent_s >= self._deadlines.silent_s:
+            return "has not answered"
+        return ""
+
+    def look(self, now: float) -> None:
+        """See whether it still answers. Call every now and then."""
+        if self.state is not CopierState.READY:
+            return
+        if self.pulse.look(now):
+            self.send(Ping())
+        if self.pulse.fell_quiet():
+            log.warning(
+                "copier %s (pid %d) does not answer, for %.0f s so far: until it does, lookups of "
+                "its engines miss and their backups are shed. It is killed and started again at "
+                "%.0f s, or when a copy is overdue; cached pages stay. If somebody has stopped it, "
+                "`kill -CONT %d` lets it go on",
+                self.device,
+                self.pid,
+                self.pulse.silent_s,
+                self._deadlines.silent_s,
+                self.pid,
+            )
+
+    @property
+    def killed_at_s(self) -> float:
+        """Silent for so long, it is killed."""
+        return self._deadlines.silent_s
 
     def ready(self, detail: dict[str, Any]) -> None:
         self.state = CopierState.READY
+        self.pulse = Pulse(self._deadlines.quiet_s)
         self.detail = detail
         self._failures = 0
 

@@ -25,7 +25,12 @@ class Deadlines:
         detach_s: And a copier that has not let go of a dead rank's memory: it is the next
             engine's.
         start_s: And one that is started and does not get ready.
-        stop_s: A copier may take so long to finish when the daemon ends.
+        drain_s: A daemon that was told to stop may take so long to finish what it has accepted.
+        loads_s: And so long for leased pages to be loaded: an engine that was told of a hit fails
+            the request if its load then fails.
+        stop_s: Then a copier may take so long to finish.
+        quiet_s: A copier that does not answer for so long gets no more work.
+        silent_s: And for so long, it is killed and started again.
     """
 
     lease_s: float = 30.0
@@ -37,7 +42,11 @@ class Deadlines:
     restore_s: float = READY_TIMEOUT_S + 10.0
     detach_s: float = 5.0
     start_s: float = 60.0
+    drain_s: float = 15.0
+    loads_s: float = 2.0
     stop_s: float = 5.0
+    quiet_s: float = 5.0
+    silent_s: float = 40.0
 
     def times(self, patience: float) -> Deadlines:
         """All of them so many times as long."""

@@ -114,10 +114,11 @@ class Endpoint:
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             self.router.send_multipart([route, data], zmq.NOBLOCK)
 
-    def close(self) -> None:
-        """Close the sockets and remove their files. Idempotent."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the sockets and remove their files; what was sent may take so long to be taken.
+        Idempotent."""
         self.listener.close()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=int(linger_s * 1000))
         if self._open:
             self._open = False
             self.path.unlink(missing_ok=True)

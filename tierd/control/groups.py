@@ -131,7 +131,8 @@ class Group:
     def serving(self) -> bool:
         """Complete, and every rank's copier can reach every page right now."""
         return self.complete and all(
-            session.attached and not session.lacks for session in self.sessions.values()
+            session.attached and not session.lacks and not session.copier.pulse.quiet
+            for session in self.sessions.values()
         )
 
     @property

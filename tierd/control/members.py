@@ -52,6 +52,8 @@ class Members:
 
         Raises: ProtocolError: it cannot be served; the descriptors stay the caller's.
         """
+        if self._state.drain is not None:
+            raise ProtocolError("this daemon is ending; register with the next one")
         shared = sum(not allocation.handle for allocation in info.allocations)
         if len(fds) != 2 + shared:
             raise ProtocolError(

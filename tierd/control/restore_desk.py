@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tierd.control.copiers import Job
 from tierd.control.groups import Session
 from tierd.control.leases import Held, Want
 from tierd.control.ring import check_ring
@@ -30,7 +31,8 @@ class RestoreDesk:
         if all(session.info.pools[index].window for index in message.pools):
             raise ProtocolError(f"`pools` {names} all have a window; name one without, too")
         lengths: list[int] = []
-        if group.serving and not self._state.paused and message.epoch == session.epoch:
+        refusing = self._state.paused or self._state.drain is not None
+        if group.serving and not refusing and message.epoch == session.epoch:
             catalog = self._state.catalog(group, message.epoch)
             lengths = group.leases.lookup(
                 message.rid,
@@ -124,6 +126,7 @@ class RestoreDesk:
             group.leases.retire(message.number, rank)
 
         job = self._state.new_job(session, done, self._state.deadlines.restore_s, message.number)
+        job.held = [part for held in plan for part in held]
         session.copier.send(
             messages.RestoreJob(
                 job=job.number,
@@ -136,6 +139,15 @@ class RestoreDesk:
                 parts=parts,
             )
         )
+
+    def spoiled(self, job: Job, corrupt: bytes) -> None:
+        """A copier has found that pages of a restore have changed: nobody is to get them.
+
+        Args: `corrupt`: as in `JobDone`.
+        """
+        for part, position in np.frombuffer(corrupt, "<u4").reshape(-1, 2).tolist():
+            pool, slots = job.held[part]
+            self._state.counters["pages_corrupt"] += pool.spoil(slots[position : position + 1])
 
     def expire(self, now: float) -> None:
         """End leases that ran out, and steps that some rank never loaded."""

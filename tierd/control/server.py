@@ -24,6 +24,7 @@ from tierd.config import ServeConfig
 from tierd.control import status
 from tierd.control.backup_desk import BackupDesk
 from tierd.control.copiers import Copier, CopierState, describe_exit
+from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Session
 from tierd.control.members import Members, refused
@@ -36,6 +37,12 @@ log = logging.getLogger("tierd.control")
 
 TICK_S = 0.02
 IDLE_S = 1.0
+NOTIFY_S = 1.0
+SLOW_S = 1.0
+"""A turn of the loop that takes longer is worth a word: clients give up on a lookup by then."""
+LAST_ACKS_S = 0.5
+"""How long the end waits for clients to take their last acks."""
+EXIT_DONE, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 4
 
 
 @dataclass(eq=False)
@@ -46,18 +53,20 @@ class Connection:
     session: Session | None = None
 
 
-def serve(config: ServeConfig, on_ready: Callable[[], None]) -> int:
-    """Run a daemon until SIGTERM or Ctrl-C. Call from the main thread.
+def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[str], None]) -> int:
+    """Run a daemon until SIGTERM or Ctrl-C, and then until what it has accepted is finished; a
+    second signal ends it at once. Call from the main thread.
 
     Args:
         config: Checked by `tierd.config`.
         on_ready: Called once, when engines can register.
+        notify: Told that the daemon lives, and that it ends, in the words of sd_notify(3).
 
-    Returns: the exit status.
+    Returns: the exit status: EXIT_DONE, EXIT_FAILED (a copier cannot start), EXIT_UNFINISHED.
     Raises: ConfigError: the socket cannot be had; the text says why and what to do.
     """
     _raise_descriptor_limit()
-    control = Control(State(Endpoint(config.socket, config.group), config))
+    control = Control(State(Endpoint(config.socket, config.group), config), notify)
     try:
         return control.run(on_ready)
     finally:
@@ -76,30 +85,38 @@ class Control:
 
     Args:
         state: With an endpoint that is open; control closes it.
+        notify: As of `serve`.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, notify: Callable[[str], None] = lambda _: None) -> None:
         self._started = time.monotonic()
         self._state = state
+        self._notify = notify
+        self._next_notice = 0.0
+        self._longest_turn_s = 0.0
+        self._signals: list[str] = []
         self._pidfd = os.pidfd_open(os.getpid())
         self._members = Members(self._state, self._pidfd)
         self._backups = BackupDesk(self._state)
         self._restores = RestoreDesk(self._state)
         self._connections: list[Connection] = []
-        self._stopping: str | None = None
         self._next_tick = 0.0
         self._wake_out, self._wake_in = socket.socketpair()
 
     # --- life ---------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[], None]) -> int:
-        with self._signals():
+        with self._signal_handlers():
             for copier in self._state.copiers.values():
                 copier.start(time.monotonic())
             announced = False
-            while self._stopping is None:
+            while True:
                 self._wait()
-                self.turn(time.monotonic())
+                now = time.monotonic()
+                ended = self._drain(now)
+                if ended is not None:
+                    return ended
+                self.turn(now)
                 if not announced:
                     dead = [c for c in self._state.copiers.values() if c.state is CopierState.DEAD]
                     if dead:
@@ -107,15 +124,41 @@ class Control:
                             "copier %s cannot start; its own log lines above say why",
                             dead[0].device,
                         )
-                        return 1
+                        return EXIT_FAILED
                     if not self._state.room.store.budget_bytes:
                         log.error("no host memory can be pinned; see above, and `ulimit -l`")
-                        return 1
+                        return EXIT_FAILED
                     if all(self._can_serve(copier) for copier in self._state.copiers.values()):
                         on_ready()
                         announced = True
-            log.info("stopping: %s", self._stopping)
-            return 0
+
+    def _drain(self, now: float) -> int | None:
+        """After a signal, the exit status once there is nothing left to wait for."""
+        if not self._signals:
+            return None
+        if self._state.drain is None:
+            limits = self._state.deadlines
+            self._state.drain = Drain(now + limits.loads_s, now + limits.drain_s)
+            self._notify("STOPPING=1")
+            log.info(
+                "%s: lookups miss from now on; finishing what is under way (%s), for %.0f s at "
+                "most. Another signal ends the daemon at once",
+                self._signals[0],
+                self._state.drain.left(self._state.groups.values(), now) or "nothing",
+                limits.drain_s,
+            )
+        left = self._state.drain.left(self._state.groups.values(), now)
+        if not left:
+            log.info("all is finished; ending")
+            return EXIT_DONE
+        if len(self._signals) > 1 or now >= self._state.drain.until:
+            log.warning(
+                "ending before all is finished (%s): engines see those as failed, and go on "
+                "without a host tier",
+                left,
+            )
+            return EXIT_UNFINISHED
+        return None
 
     def turn(self, now: float) -> None:
         """Take what has arrived, do what is due. Never waits."""
@@ -125,13 +168,22 @@ class Control:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._housekeep(now)
+        took_s = time.monotonic() - now
+        self._longest_turn_s = max(self._longest_turn_s, took_s)
+        if took_s > SLOW_S:
+            log.warning(
+                "control did not answer for %.1f s, busy or stopped: lookups missed meanwhile, "
+                "nothing is lost. If this comes back, give the daemon more CPU",
+                took_s,
+            )
 
     def _can_serve(self, copier: Copier) -> bool:
         return copier.state is CopierState.READY and self._state.room.stock.can_serve(copier)
 
     def close(self) -> None:
-        """End every process, close every mapping, leave no file behind. Idempotent."""
-        self._state.endpoint.close()
+        """End every process, close every mapping, leave no file behind but what is to outlive the
+        daemon. Idempotent."""
+        self._state.endpoint.close(LAST_ACKS_S)
         for session in self._state.sessions.values():
             session.close()
         for connection in self._connections:
@@ -151,9 +203,9 @@ class Control:
         self._wake_out.close()
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signal_handlers(self) -> Iterator[None]:
         def stop(number: int, _frame: Any) -> None:
-            self._stopping = signal.Signals(number).name
+            self._signals.append(signal.Signals(number).name)
 
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -192,7 +244,8 @@ class Control:
         """Is anything under way that has a deadline?"""
         state = self._state
         return (
-            self._members.busy
+            state.drain is not None
+            or self._members.busy
             or self._backups.heals
             or state.room.busy
             or any(g.sequencer and g.sequencer.waiting for g in state.groups.values())
@@ -228,6 +281,7 @@ class Control:
         try:
             copier.channel.flush()
             for message, fds in copier.channel.receive():
+                copier.pulse.heard()
                 close_all(fds)
                 self._on_copier(copier, message, now)
         except ChannelClosed:
@@ -323,6 +377,8 @@ class Control:
             socket=str(self._state.endpoint.path),
             uptime_s=now - self._started,
             paused=self._state.paused,
+            draining=self._state.drain is not None,
+            longest_turn_s=self._longest_turn_s,
             now=now,
             stock=self._state.room.stock,
             catalogs=self._state.catalogs.values(),
@@ -339,6 +395,7 @@ class Control:
             if job is not None:
                 if not message.ok:
                     log.warning("a copy on %s failed: %s", copier.device, message.error)
+                self._restores.spoiled(job, message.corrupt)
                 job.done(message.ok, False)
         elif isinstance(message, messages.ChunkReady):
             if self._state.room.ready(copier, message.chunk, message.error):
@@ -358,7 +415,7 @@ class Control:
             if joined is not None and not self._members.attached(joined, message):
                 # The connection is dropped like any other that has ended.
                 joined.channel.close()
-        else:
+        elif isinstance(message, messages.Detached):
             self._members.detached(message.session)
 
     def _bury(self, copier: Copier, now: float) -> None:
@@ -388,16 +445,22 @@ class Control:
             if copier.state is CopierState.DEAD:
                 if now >= copier.restart_at:
                     copier.start(now)
-            elif copier.state is not CopierState.ENDING and (
-                copier in stuck or copier.overdue(now)
-            ):
+                continue
+            copier.look(now)
+            late = "has not let go of a dead rank's memory" if copier in stuck else ""
+            late = late or copier.overdue(now)
+            if late and copier.state is not CopierState.ENDING:
                 log.error(
-                    "copier %s (pid %d, %s) does not answer or finish its copies in time; killing "
-                    "it so that nothing is written late, and starting another",
+                    "copier %s (pid %d, %s) %s in time; killing it so that nothing is written "
+                    "late, and starting another. Copies under way fail, cached pages stay",
                     copier.device,
                     copier.pid,
                     copier.state.value,
+                    late,
                 )
                 copier.end()
+        if now >= self._next_notice:
+            self._next_notice = now + NOTIFY_S
+            self._notify("WATCHDOG=1")
         self._state.drop_private()
         self._state.room.rebalance(now)

@@ -11,6 +11,7 @@ from tierd.control.backups import Writers
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier, Job
 from tierd.control.deadlines import Deadlines
+from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
@@ -31,6 +32,7 @@ COUNTERS = (
     "restores_failed",
     "pages_evicted",
     "pages_healed",
+    "pages_corrupt",
     "errors",
 )
 
@@ -43,7 +45,11 @@ class State:
         self.deadlines = Deadlines().times(config.patience)
         self.copiers = {
             name: Copier(
-                name, self.deadlines, max_gbps=config.max_gbps, pin_threads=config.pin_threads
+                name,
+                self.deadlines,
+                max_gbps=config.max_gbps,
+                pin_threads=config.pin_threads,
+                verify=config.verify,
             )
             for name in config.devices
         }
@@ -66,6 +72,8 @@ class State:
         self.writers = Writers()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.paused = False
+        self.drain: Drain | None = None
+        """The daemon is ending."""
         self._number = 0
         self._tick = 0
 

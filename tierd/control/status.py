@@ -1,9 +1,10 @@
 """The snapshot behind `tierd status`: plain data, built on request.
 
 Shape (all counts since the daemon started): `version`, `protocol`, `pid`, `socket`, `uptime_s`,
-`paused`; `memory` (bytes: total, claimed by pools, of a chunk, pinned, to be pinned ahead of use,
-and `by_page`, what has been made by the size of its memory pages); `pools`, one entry a pool of a
-namespace; `queue`; `sessions`, one a rank; `copiers`, one a device; `counters`.
+`paused`, `draining`, `longest_turn_s` (of the loop); `memory` (bytes: total, claimed by pools, of a
+chunk, pinned, to be pinned ahead of use, and `by_page`, what has been made by the size of its
+memory pages); `pools`, one entry a pool of a namespace; `queue`; `sessions`, one a rank; `copiers`,
+one a device; `counters`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def snapshot(
     socket: str,
     uptime_s: float,
     paused: bool,
+    draining: bool,
+    longest_turn_s: float,
     now: float,
     stock: Stock,
     catalogs: Iterable[Catalog],
@@ -43,6 +46,8 @@ def snapshot(
         "socket": socket,
         "uptime_s": uptime_s,
         "paused": paused,
+        "draining": draining,
+        "longest_turn_s": longest_turn_s,
         "memory": {
             "total_bytes": stock.store.budget_bytes,
             "claimed_bytes": stock.store.claimed_bytes,
@@ -122,6 +127,8 @@ def _copier(copier: Copier) -> dict[str, Any]:
         "pid": copier.pid,
         "state": copier.state.value,
         "restarts": copier.restarts,
+        "silent_s": copier.pulse.silent_s if copier.pulse.quiet else 0.0,
+        "killed_at_s": copier.killed_at_s,
         **vars(copier.totals),
         "detail": copier.detail,
     }

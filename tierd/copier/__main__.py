@@ -11,6 +11,7 @@ import sys
 from tierd.channel import Channel
 from tierd.copier.backend import Backend, BackendError, DeviceLostError
 from tierd.copier.host import HostBackend
+from tierd.copier.verify import Verifier
 from tierd.copier.worker import Worker
 from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec
@@ -38,6 +39,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tierd.copier", description=__doc__)
     parser.add_argument("--device", required=True, help='a GPU UUID ("GPU-...") or "host:N"')
     parser.add_argument("--channel-fd", required=True, type=int, help="socket to control")
+    parser.add_argument("--verify", default="off", choices=("off", "sample", "always"))
+    parser.add_argument(
+        "--hold-fd", type=int, help="kept open to the end: a later daemon sees that this one lives"
+    )
     parser.add_argument("--ready-timeout-s", type=float, default=READY_TIMEOUT_S)
     parser.add_argument(
         "--max-gbps", type=float, help="cap of either direction; 1e9 bytes a second"
@@ -57,6 +62,7 @@ def main() -> int:
             ready_timeout_s=options.ready_timeout_s,
             max_bytes_per_s=options.max_gbps and options.max_gbps * 1e9,
             pin_threads=options.pin_threads,
+            verifier=Verifier(options.verify),
         )
     except (BackendError, DeviceLostError, ImportError) as error:
         print(f"tierd copier {options.device}: cannot start: {error}", file=sys.stderr)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,8 +23,9 @@ from tierd.copier.plan import (
     Records,
     layer_groups,
 )
+from tierd.copier.verify import Bad, Places
 from tierd.wire import layout
-from tierd.wire.geometry import HostLayout, check_pools, pool_layout
+from tierd.wire.geometry import HostLayout, check_pools, placed_layout
 from tierd.wire.messages import Attach, BackupJob, CopyPart, HostPool, PoolSpec, RestoreJob
 
 _NOTHING = Batch(boxes=np.zeros(0, OPS), rows=np.zeros(0, OPS))
@@ -53,6 +55,10 @@ class Job:
     outstanding: int = 0
     error: str = ""
     chunks: frozenset[int] = frozenset()
+    places: list[Places] = field(default_factory=list, repr=False)
+    """Where its pages lie in host memory."""
+    checks: list[Future[Bad]] = field(default_factory=list, repr=False)
+    """Checksums that are being computed; the job ends when they are done."""
     started_s: float = 0.0
     pages: int = 0
     nbytes: int = 0
@@ -97,13 +103,15 @@ class Job:
         session = self.session
         work: list[tuple[PoolPlan, Records]] = []
         used: set[int] = set()
-        for part in self.message.parts:
+        for number, part in enumerate(self.message.parts):
             if part.pool >= len(session.plans):
                 raise PlanError(f"pool {part.pool} of a rank with {len(session.plans)} pools")
             plan = session.plans[part.pool]
             ids, addresses = _chunk_addresses(part, plan.host, chunks)
             pages = session.ring_pages(self.direction, part)
-            runs = plan.runs(pages, addresses, np.frombuffer(part.slots, "<u4").astype(np.uint64))
+            slots = np.frombuffer(part.slots, "<u4").astype(np.uint64)
+            runs = plan.runs(pages, addresses, slots)
+            self.places.append(Places(number, plan.host, addresses, slots))
             work.append((plan, runs))
             used |= ids
             self.pages += len(pages)
@@ -193,12 +201,7 @@ def _host(pool: PoolSpec, placed: HostPool) -> HostLayout:
             f"pool {pool.name!r}: `chunk_slots` {placed.chunk_slots} is no multiple of "
             f"`block_slots` {placed.block_slots}"
         )
-    return replace(
-        pool_layout(pool),
-        block_slots=placed.block_slots,
-        chunk_slots=placed.chunk_slots,
-        data_offset=placed.data_offset,
-    )
+    return placed_layout([buffer.row_bytes for buffer in pool.buffers], placed)
 
 
 def _chunk_addresses(

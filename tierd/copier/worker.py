@@ -15,14 +15,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, Marker
 from tierd.copier.pace import Cap
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
+from tierd.copier.verify import Verifier
 from tierd.memory.placement import PIN_THREADS
 from tierd.wire import layout, messages
 from tierd.wire.errors import TierdError
+from tierd.wire.geometry import placed_layout
 from tierd.wire.limits import READY_TIMEOUT_S
 from tierd.wire.messages import BackupJob, RestoreJob, ToCopier
 
@@ -65,6 +69,7 @@ class Worker:
         max_bytes_per_s: What either direction may copy; None for all that it can.
         pin_threads: How many chunks are touched and pinned at a time.
         clock: Monotonic seconds.
+        verifier: Computes the checksums of pages.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Worker:
         max_bytes_per_s: float | None = None,
         pin_threads: int = PIN_THREADS,
         clock: Callable[[], float] = time.monotonic,
+        verifier: Verifier | None = None,
     ) -> None:
         self._channel = channel
         self._backend = backend
@@ -84,8 +90,10 @@ class Worker:
         self._clock = clock
         self._chunks: dict[int, Chunk] = {}
         self._users: dict[int, int] = {}
-        self._pinning: dict[int, Future[Chunk]] = {}
+        self._pinning: dict[int, Future[tuple[Chunk, bytes]]] = {}
         self._pinners = ThreadPoolExecutor(pin_threads, "pin")
+        self._verifier = verifier or Verifier("off")
+        self._checking: list[Job] = []
         self._dropped_chunks: set[int] = set()
         self._sessions: dict[int, Session] = {}
         self._leaving: list[Session] = []
@@ -132,6 +140,7 @@ class Worker:
         restores, backups = self._lanes[Direction.RESTORE], self._lanes[Direction.BACKUP]
         for lane in (restores, backups):
             moved |= self._retire(lane)
+        moved |= self._note_checked()
         self._let_go()
         while self._submit(restores):
             moved = True
@@ -154,6 +163,7 @@ class Worker:
         while True:
             for lane in self._lanes.values():
                 self._retire(lane)
+            self._note_checked()
             self._let_go()
             if not self._sessions:
                 break
@@ -163,12 +173,13 @@ class Worker:
         for future in self._pinning.values():
             future.cancel()
         pinned = [
-            f.result() for f in self._pinning.values() if not f.cancelled() and not f.exception()
+            f.result()[0] for f in self._pinning.values() if not f.cancelled() and not f.exception()
         ]
         # Unpinning takes as long as pinning does.
         for _ in self._pinners.map(Chunk.close, [*pinned, *self._chunks.values()]):
             pass
         self._pinners.shutdown()
+        self._verifier.close()
         self._chunks.clear()
         self._backend.close()
         self._channel.drain(1.0)
@@ -201,6 +212,8 @@ class Worker:
                     self._detach(session, "the rank is gone")
             elif isinstance(message, messages.DropChunk):
                 self._drop_chunk(message.chunk)
+            elif isinstance(message, messages.Ping):
+                self._say(messages.Pong())
             else:
                 self._stopping = True
         finally:
@@ -218,11 +231,16 @@ class Worker:
             self._say(messages.ChunkReady(chunk=number, error=error))
             return
 
-        def pin() -> Chunk:
+        def pin() -> tuple[Chunk, bytes]:
             try:
-                return self._backend.map_chunk(fds[0], message.size, message.touch)
+                chunk = self._backend.map_chunk(fds[0], message.size, message.touch)
             finally:
                 close_all(fds)
+            corrupt: list[int] = []
+            if message.verify is not None:
+                host = placed_layout(message.verify.rows, message.verify)
+                corrupt = self._verifier.check_chunk(chunk.address, host)
+            return chunk, np.array(corrupt, "<u4").tobytes()
 
         self._pinning[number] = self._pinners.submit(pin)
 
@@ -230,16 +248,18 @@ class Worker:
         """Take over the chunks that have been pinned since the last turn."""
         done = [number for number, future in self._pinning.items() if future.done()]
         for number in done:
-            error = ""
+            error, corrupt = "", b""
             try:
-                self._chunks[number] = self._pinning.pop(number).result()
+                self._chunks[number], corrupt = self._pinning.pop(number).result()
             except BackendError as failure:
                 error = str(failure)
             if number in self._dropped_chunks:
                 self._dropped_chunks.discard(number)
                 self._drop_chunk(number)
             else:
-                self._say(messages.ChunkReady(chunk=number, error=error[:_ERROR_CHARS]))
+                self._say(
+                    messages.ChunkReady(chunk=number, error=error[:_ERROR_CHARS], corrupt=corrupt)
+                )
         return bool(done)
 
     def _drop_chunk(self, number: int) -> None:
@@ -282,7 +302,7 @@ class Worker:
             for job in queue:
                 job.fail(reason)
                 if job.over:
-                    self._finish(job)
+                    self._end(job)
             queue.clear()
 
     def _let_go(self) -> None:
@@ -338,7 +358,7 @@ class Worker:
         if job.upcoming is None:
             queue.popleft()
             if job.over:
-                self._finish(job)
+                self._end(job)
         return True
 
     def _submit_piece(self, lane: _Lane, job: Job, piece: Piece) -> None:
@@ -374,6 +394,8 @@ class Worker:
             job.fail(str(failure))
             return
         job.session.consume(job)
+        if job.direction is Direction.RESTORE:
+            job.checks = self._verifier.check(job.places)
         for chunk in job.chunks:
             self._users[chunk] = self._users.get(chunk, 0) + 1
 
@@ -384,12 +406,34 @@ class Worker:
             job.outstanding -= 1
             moved = True
             if job.over:
-                self._finish(job)
+                self._end(job)
         return moved
 
+    def _end(self, job: Job) -> None:
+        """Nothing of the job is on the wire. It ends now, or when its checksums are there."""
+        if job.direction is Direction.BACKUP and not job.error:
+            job.checks = self._verifier.seal(job.places)
+        self._checking.append(job)
+        self._note_checked()
+
+    def _note_checked(self) -> bool:
+        """End the jobs whose checksums are there."""
+        done = [job for job in self._checking if all(check.done() for check in job.checks)]
+        for job in done:
+            self._checking.remove(job)
+            self._finish(job)
+        return bool(done)
+
     def _finish(self, job: Job) -> None:
-        """Nothing of the job is on the wire: judge it, tell the rank and control."""
+        """Judge a job, tell the rank and control."""
         session, message = job.session, job.message
+        corrupt = [page for check in job.checks for page in check.result()]
+        if corrupt:
+            job.fail(
+                f"{len(corrupt)} pages have changed in host memory since they were backed up "
+                "(--verify): they are dropped, and what needs them is computed again. If this "
+                "comes back, have the machine's memory tested"
+            )
         if not job.error and not job.wanted():
             job.error = _UNWANTED
         ok = not job.error
@@ -403,6 +447,7 @@ class Worker:
                 job=message.job,
                 ok=ok,
                 error=job.error[:_ERROR_CHARS],
+                corrupt=np.array(corrupt, "<u4").tobytes(),
                 pages=job.pages if ok else 0,
                 copied_bytes=job.nbytes if ok else 0,
                 seconds=self._clock() - job.started_s if ok else 0.0,

@@ -105,7 +105,8 @@ class ChunkRows:
 
     def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
         ordinal, within = divmod(slot, self._host.chunk_slots)
-        flags = (parent is not None) | bool(parent) << 1
+        known = layout.PARENT_KNOWN if parent is not None else 0
+        flags = known | (layout.HAS_PARENT if parent else 0)
         for chunk in self.rows[ordinal]:
             generation = (int(chunk.headers["generation"][within]) + 1) % 2**32
             record = (layout.WRITING, generation, key, parent or bytes(32), flags, 0, b"")

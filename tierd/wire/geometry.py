@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from tierd.wire import layout
+from tierd.wire import layout, limits
 from tierd.wire.errors import ProtocolError
-from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
+from tierd.wire.messages import (
+    Allocation,
+    BufferSpec,
+    HostPool,
+    Name,
+    OptionalName,
+    PoolSpec,
+    Size,
+    Text,
+)
 
 CHUNK_BYTES = 64 << 20
 """The unit in which pools claim host memory, unless huge pages are larger."""
@@ -76,6 +86,16 @@ def host_layout(row_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> 
 
 def pool_layout(pool: PoolSpec, chunk_bytes: int = CHUNK_BYTES) -> HostLayout:
     return host_layout([buffer.row_bytes for buffer in pool.buffers], chunk_bytes=chunk_bytes)
+
+
+def placed_layout(row_bytes: Sequence[int], placed: HostPool) -> HostLayout:
+    """The layout that somebody else chose for pages with these rows."""
+    return replace(
+        host_layout(row_bytes),
+        block_slots=placed.block_slots,
+        chunk_slots=placed.chunk_slots,
+        data_offset=placed.data_offset,
+    )
 
 
 def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) -> None:
@@ -165,9 +185,50 @@ def geometry_of(
     }
 
 
+def namespace_record(
+    namespace: Mapping[str, str], world_size: int, pools: Sequence[PoolSpec], epoch: str
+) -> bytes:
+    """Everything that makes two pages interchangeable, as bytes."""
+    record = [sorted(namespace.items()), world_size, sorted(geometry_of(pools).items()), epoch]
+    return msgspec.msgpack.encode(record)
+
+
 def namespace_digest(
     namespace: Mapping[str, str], world_size: int, pools: Sequence[PoolSpec], epoch: str
 ) -> bytes:
     """The 32-byte name of everything that makes two pages interchangeable."""
-    record = [sorted(namespace.items()), world_size, sorted(geometry_of(pools).items()), epoch]
-    return hashlib.sha256(msgspec.msgpack.encode(record)).digest()
+    return hashlib.sha256(namespace_record(namespace, world_size, pools, epoch)).digest()
+
+
+_Row = tuple[Size, Annotated[int, Meta(ge=0, lt=limits.MAX_BUFFERS)]]
+_Pool = tuple[
+    Annotated[int, Meta(ge=1, le=2**20)],
+    Annotated[int, Meta(ge=0, le=2**20)],
+    Annotated[list[_Row], Meta(min_length=1, max_length=limits.MAX_BUFFERS)],
+]
+
+
+class NamespaceRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What a `namespace_record` says. `pools`: by name, the tokens of a page, the window, and
+    (row bytes, layer) of each buffer."""
+
+    namespace: Annotated[list[tuple[Name, Text]], Meta(max_length=64)]
+    world_size: Annotated[int, Meta(ge=1, le=limits.MAX_WORLD_SIZE)]
+    pools: Annotated[list[tuple[Name, _Pool]], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+    epoch: OptionalName
+
+
+_RECORD = msgspec.msgpack.Decoder(NamespaceRecord)
+
+
+def read_namespace_record(data: bytes, digest: bytes) -> NamespaceRecord:
+    """Read a record that somebody has kept under its digest.
+
+    Raises: ProtocolError: the digest is another one's, or it is no record.
+    """
+    if hashlib.sha256(data).digest() != digest:
+        raise ProtocolError("a namespace's record has changed since it was written")
+    try:
+        return _RECORD.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"no record of a namespace: {error}") from None

@@ -170,7 +170,15 @@ SLOT_HEADER = np.dtype(
         ("reserved", "V48"),
     ]
 )
-"""One slot's record: 128 bytes. `flags` bit 0: the parent is known; bit 1: there is one."""
+"""One slot's record: 128 bytes. The copier writes `checksum` and its flag, control the rest.
+
+`generation` counts the pages that the slot has had, the same in every shard.
+"""
+PARENT_KNOWN, HAS_PARENT, HAS_CHECKSUM = 1, 2, 4
+"""`flags` of a slot's record."""
+
+CHUNK_VERSION = 1
+"""Of the headers and of where the slots lie. Chunks of another version are not taken over."""
 
 CHUNK_HEADER = np.dtype(
     [
@@ -180,8 +188,11 @@ CHUNK_HEADER = np.dtype(
         ("world_size", "<u4"),
         ("slots", "<u4"),
         ("ordinal", "<u8"),
+        ("block_slots", "<u8"),
+        ("slot_bytes", "<u8"),
+        ("data_offset", "<u8"),
         ("namespace", "V32"),
-        ("pool", "S256"),
+        ("pool", "S1024"),
     ]
 )
 """What a chunk holds, at its start: one shard of one pool of one namespace."""

@@ -302,13 +302,29 @@ ToClient = Acks | Need | LookupReply | Error
 # --- control -> copier ------------------------------------------------------------------------
 
 
+class HostPool(Struct, frozen=True, kw_only=True):
+    """How a pool's slots lie in host memory (see `tierd.wire.geometry.HostLayout`)."""
+
+    block_slots: Size
+    chunk_slots: Size
+    data_offset: U63
+
+
+class ChunkLayout(HostPool, frozen=True, kw_only=True):
+    """How a pool's slots lie, and the bytes of a page's rows."""
+
+    rows: Annotated[list[Size], Meta(min_length=1, max_length=limits.MAX_BUFFERS)]
+
+
 class AddChunk(Message, frozen=True, tag="add_chunk"):
     """A host chunk to map and pin. Beside it: its fd. `touch`: every page must be there, though
-    the device does not need it."""
+    the device does not need it. `verify`: an earlier daemon has left it; compare its pages with
+    their checksums, if any are to be."""
 
     chunk: U63
     size: Size
     touch: bool = False
+    verify: ChunkLayout | None = None
 
 
 class DropChunk(Message, frozen=True, tag="drop_chunk"):
@@ -322,14 +338,6 @@ class Attach(Message, frozen=True, tag="attach"):
     allocations: list[Allocation]
     pools: list[PoolSpec]
     host_pools: list[HostPool]
-
-
-class HostPool(Struct, frozen=True, kw_only=True):
-    """How a pool's slots lie in host memory (see `tierd.wire.geometry.HostLayout`)."""
-
-    block_slots: Size
-    chunk_slots: Size
-    data_offset: U63
 
 
 class Detach(Message, frozen=True, tag="detach"):
@@ -377,11 +385,15 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     parts: list[CopyPart]
 
 
+class Ping(Message, frozen=True, tag="ping"):
+    """Say that your loop goes round."""
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """Finish what is on the wire, close every mapping, exit."""
 
 
-ToCopier = AddChunk | DropChunk | Attach | Detach | BackupJob | RestoreJob | Shutdown
+ToCopier = AddChunk | DropChunk | Attach | Detach | BackupJob | RestoreJob | Ping | Shutdown
 
 
 # --- copier -> control ------------------------------------------------------------------------
@@ -393,10 +405,12 @@ class CopierReady(Message, frozen=True, tag="copier_ready"):
 
 
 class ChunkReady(Message, frozen=True, tag="chunk_ready"):
-    """`error` empty: the chunk is mapped and pinned."""
+    """`error` empty: the chunk is mapped and pinned. `corrupt`: uint32 blob, slots of pages that
+    are not what their checksums say."""
 
     chunk: U63
     error: Text = ""
+    corrupt: bytes = b""
 
 
 class ChunkDropped(Message, frozen=True, tag="chunk_dropped"):
@@ -417,14 +431,21 @@ class Detached(Message, frozen=True, tag="detached"):
 
 class JobDone(Message, frozen=True, tag="job_done"):
     """The copies of a job have retired: nothing of it is on the wire. `ok` false: `error` says why
-    (a fence that moved, a page out of range, indices that never came)."""
+    (a fence that moved, a page out of range, indices that never came, pages that have changed in
+    host memory: `corrupt` is a uint32 blob of them, the number of the part and the position in it
+    of each)."""
 
     job: U63
     ok: bool
     error: Text = ""
+    corrupt: bytes = b""
     pages: U63 = 0
     copied_bytes: U63 = 0
     seconds: float = 0.0
 
 
-FromCopier = CopierReady | ChunkReady | ChunkDropped | Attached | Detached | JobDone
+class Pong(Message, frozen=True, tag="pong"):
+    """The answer to `Ping`."""
+
+
+FromCopier = CopierReady | ChunkReady | ChunkDropped | Attached | Detached | JobDone | Pong

@@ -1,0 +1,394 @@
+"""A directory of chunk files that outlive the daemon, and the proof that nobody writes to them any
+more when the next one takes them over.
+
+Two locks tell who is alive. The directory itself is locked by control alone: whoever gets that
+lock is the only daemon here. `copiers.lock` is locked through one open file that control shares
+with its copiers, so it stays locked until the last of them has ended, however control ended. A
+copier that is stopped keeps it, too: that one is killed, or nothing that it maps is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import select
+import signal
+import stat
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.memory.limits import format_size
+from tierd.memory.source import ChunkFile
+from tierd.wire.errors import ConfigError
+
+log = logging.getLogger("tierd.memory")
+
+PATIENCE_S = 30.0
+"""Copiers whose control has gone let their copies retire and unpin their chunks by themselves."""
+DEATH_S = 10.0
+LOOK_MS = 20
+MAX_RECORD_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
+_TMPFS, _HUGETLBFS, _RAMFS = 0x01021994, 0x958458F6, 0x858458F6
+_COPIERS = "copiers.lock"
+_CHUNK = re.compile(r"[0-9a-f]{16}\.chunk")
+_NAMESPACE = re.compile(r"[0-9a-f]{64}\.namespace")
+
+
+@dataclass(frozen=True)
+class FoundChunk:
+    """A chunk file that an earlier daemon has left. `fd` is the holder's to close."""
+
+    name: str
+    fd: int
+    size: int
+
+
+class PersistDirectory:
+    """The directory of `tierd serve --persist`, ours alone until `close`.
+
+    Every file in it is reached through the directory's own descriptor, is of mode 0600, and is a
+    plain file of this user's; anything else in there is left alone.
+
+    Raises: ConfigError: not memory, not this user's alone, or another daemon's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _make(path)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags)
+        except OSError as error:
+            raise ConfigError(f"--persist {path}: cannot be opened: {error.strerror}") from None
+        self._lock = -1
+        self._files: dict[int, str] = {}
+        try:
+            self._check()
+            self.page_bytes = self._page_bytes()
+            """The unit of a file's size: huge pages on hugetlbfs."""
+            if not _locked(self._fd):
+                raise ConfigError(
+                    f"--persist {path}: another daemon keeps its pages there; stop it, or choose "
+                    "another directory"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def take_over(self, patience_s: float = PATIENCE_S, death_s: float = DEATH_S) -> bool:
+        """Wait until no copier of an earlier daemon can write to the chunks, and let those of this
+        one hold `copiers_lock`.
+
+        Who does not end by itself in `patience_s` is killed, and has `death_s` to die.
+
+        Returns: False: one could not be ended. Its chunks are no longer in the directory, and their
+            memory is freed when it ends.
+        """
+        self._lock = self._open_lock()
+        if _wait_until_alone(self._lock, patience_s, death_s):
+            return True
+        self.clear()
+        os.unlink(_COPIERS, dir_fd=self._fd)
+        os.close(self._lock)
+        self._lock = self._open_lock()
+        return _locked(self._lock) and False
+
+    @property
+    def copiers_lock(self) -> int:
+        """The descriptor that every copier inherits, and closes by ending."""
+        return self._lock
+
+    def check_space(self, wanted_bytes: int) -> None:
+        """Raises: ConfigError: the file system is too small, which would kill who writes to it."""
+        fs = os.fstatvfs(self._fd)
+        if not fs.f_blocks:
+            return  # a hugetlbfs without `size=`: a chunk that does not fit is refused when made
+        room = fs.f_bavail * fs.f_frsize + used_bytes(self.path)
+        if room < wanted_bytes:
+            raise ConfigError(
+                f"--persist {self.path}: the file system has room for {format_size(room)}, "
+                f"--memory is {format_size(wanted_bytes)}; mount it with a larger `size=`, or ask "
+                "for less"
+            )
+
+    # --- chunks -------------------------------------------------------------------------------
+
+    def create(self, number: int, size: int) -> ChunkFile:
+        """The file of a new chunk (see `tierd.memory.source.ChunkSource`).
+
+        Raises: OSError: no room.
+        """
+        name = f"{secrets.token_hex(8)}.chunk"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self._fd)
+        try:
+            os.ftruncate(fd, size)
+            # A mapping reserves huge pages for as long as the file lives; without one, whoever
+            # touches a page that is not there is killed.
+            mmap.mmap(fd, size).close()
+        except BaseException:
+            os.close(fd)
+            self._remove(name)
+            raise
+        self._files[number] = name
+        return ChunkFile(fd, self.page_bytes)
+
+    def discard(self, number: int) -> None:
+        """A chunk is of no use any more; its memory goes once nobody maps it."""
+        self._remove(self._files.pop(number))
+
+    def adopt(self, number: int, found: FoundChunk) -> ChunkFile:
+        """A chunk that was found has a number from now on."""
+        self._files[number] = found.name
+        return ChunkFile(found.fd, self.page_bytes)
+
+    def reject(self, found: FoundChunk) -> None:
+        """A chunk that was found is of no use."""
+        os.close(found.fd)
+        self._remove(found.name)
+
+    def found(self) -> list[FoundChunk]:
+        """The chunk files that are there, opened: each to be adopted or rejected."""
+        chunks = []
+        for name in self._names(_CHUNK):
+            fd = self._open(name, os.O_RDWR)
+            if fd >= 0:
+                chunks.append(FoundChunk(name, fd, os.fstat(fd).st_size))
+        return chunks
+
+    # --- namespaces ---------------------------------------------------------------------------
+
+    def describe(self, digest: bytes, record: bytes) -> None:
+        """Keep what a namespace is beside its chunks (see `geometry.namespace_record`).
+
+        Raises: OSError: no room.
+        """
+        if self.record(digest) == record:
+            return
+        # One that was cut short does not fit its digest, and is written again.
+        name = f"{digest.hex()}.namespace"
+        self._remove(name)
+        size = -(-(_LENGTH.size + len(record)) // self.page_bytes) * self.page_bytes
+        fd = os.open(
+            name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd
+        )
+        try:
+            os.posix_fallocate(fd, 0, size)
+            # hugetlbfs knows no write().
+            with mmap.mmap(fd, size) as memory:
+                memory[: _LENGTH.size + len(record)] = _LENGTH.pack(len(record)) + record
+        finally:
+            os.close(fd)
+
+    def record(self, digest: bytes) -> bytes | None:
+        """What `describe` has kept, unchecked. None: nothing."""
+        fd = self._open(f"{digest.hex()}.namespace", os.O_RDONLY)
+        if fd < 0:
+            return None
+        try:
+            size = os.fstat(fd).st_size
+            if size < _LENGTH.size or size % self.page_bytes:
+                return None
+            with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory:
+                (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+                return memory[_LENGTH.size : _LENGTH.size + min(length, MAX_RECORD_BYTES)]
+        finally:
+            os.close(fd)
+
+    def forget_others(self, digests: Iterable[bytes]) -> None:
+        """Remove what is kept of namespaces that are not among these."""
+        kept = {f"{digest.hex()}.namespace" for digest in digests}
+        for name in self._names(_NAMESPACE):
+            if name not in kept:
+                self._remove(name)
+
+    def clear(self) -> None:
+        """Remove every chunk and every namespace."""
+        for pattern in (_CHUNK, _NAMESPACE):
+            for name in self._names(pattern):
+                self._remove(name)
+
+    def close(self) -> None:
+        """Let go of the directory. Idempotent."""
+        for fd in (self._lock, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self._fd = -1
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raises: ConfigError: others can reach into the directory, or it is not memory."""
+        status = os.fstat(self._fd)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"--persist {self.path}: it belongs to another user (uid {status.st_uid}); choose "
+                "a directory of your own"
+            )
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"--persist {self.path}: other users can enter it; `chmod 700 {self.path}`, once "
+                "you know what lies in it, or choose another"
+            )
+        if _file_system(self._fd)[0] not in (_TMPFS, _HUGETLBFS, _RAMFS):
+            raise ConfigError(
+                f"--persist {self.path}: it lies on a disk; pages can be kept on a tmpfs, such as "
+                "/dev/shm, or on a hugetlbfs"
+            )
+
+    def _page_bytes(self) -> int:
+        kind, block = _file_system(self._fd)
+        return block if kind == _HUGETLBFS else mmap.PAGESIZE
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    def _open_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(_COPIERS, flags, 0o600, dir_fd=self._fd)
+
+    def _names(self, pattern: re.Pattern[str]) -> list[str]:
+        return sorted(name for name in os.listdir(self._fd) if pattern.fullmatch(name))
+
+    def _open(self, name: str, mode: int) -> int:
+        """A plain file of ours, or -1."""
+        try:
+            flags = mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(name, flags, dir_fd=self._fd)
+        except OSError:
+            return -1
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            return fd
+        os.close(fd)
+        return -1
+
+
+def used_bytes(path: Path) -> int:
+    """Memory that the chunks in a directory take, before anybody has opened it; 0 if there is
+    none. A daemon that is about to take them over may claim it."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(path):
+            if _CHUNK.fullmatch(entry.name):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+    return total
+
+
+def _make(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--persist {path}: cannot be created: {error.strerror}") from None
+
+
+def _file_system(fd: int) -> tuple[int, int]:
+    """Its type and its block size, as statfs(2) has them."""
+    fields = (ctypes.c_long * 32)()
+    if ctypes.CDLL(None).fstatfs(fd, fields):
+        return 0, 0
+    return fields[0], fields[1]
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_until_alone(lock: int, patience_s: float, death_s: float) -> bool:
+    """Lock a file once everybody who had it open has ended; kill who does not in time.
+
+    A process drops its locks shortly before it is gone, and a device may still write for it then:
+    those that are seen are waited for by their pidfds, too.
+    """
+    holders = _holders(lock)
+    try:
+        if holders:
+            log.info(
+                "waiting up to %.0f s for the copiers of the last daemon to finish (pids %s); "
+                "after that they are killed",
+                patience_s,
+                ", ".join(map(str, holders)),
+            )
+        if _all_ended(lock, holders, patience_s):
+            return True
+        for pid, pidfd in _holders(lock).items():
+            log.warning("copier of the last daemon (pid %d) does not end; killing it", pid)
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        if _all_ended(lock, holders, death_s):
+            return True
+    finally:
+        for pidfd in holders.values():
+            os.close(pidfd)
+    log.error(
+        "a copier of the last daemon still holds its chunks and cannot be killed (another PID "
+        "namespace, or a driver call that does not return); starting empty, on new chunks. The old "
+        "ones are given back when it ends"
+    )
+    return False
+
+
+def _all_ended(lock: int, holders: dict[int, int], timeout_s: float) -> bool:
+    """Lock the file when these processes have ended, within a time."""
+    until = time.monotonic() + timeout_s
+    left = select.poll()
+    for pidfd in holders.values():
+        left.register(pidfd, select.POLLIN)
+    ended: set[int] = set()
+    while True:
+        for pidfd, _ in left.poll(0):
+            left.unregister(pidfd)
+            ended.add(pidfd)
+        if len(ended) == len(holders) and _locked(lock):
+            return True
+        if time.monotonic() >= until:
+            return False
+        # The lock's end cannot be waited for with a time-out.
+        left.poll(LOOK_MS)
+
+
+def _holders(lock: int) -> dict[int, int]:
+    """Other processes that have a file open, as far as this one can see: pid -> pidfd."""
+    wanted = os.fstat(lock)
+    holders = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        # After the pidfd: should the pid be another process's by now, it is that one's files.
+        if _has_open(name, wanted):
+            holders[int(name)] = pidfd
+        else:
+            os.close(pidfd)
+    return holders
+
+
+def _has_open(pid: str, wanted: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            file = f"/proc/{pid}/fd/{number}"
+            with contextlib.suppress(OSError):
+                # By name first: to look at any file of anybody's could hang, on a network's.
+                if _COPIERS in os.readlink(file) and os.path.samestat(os.stat(file), wanted):
+                    return True
+    return False
