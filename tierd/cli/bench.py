@@ -1,4 +1,5 @@
-"""`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree."""
+"""`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree,
+`startup` starts daemons and kills them."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from typing import Annotated, Literal
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tierd.bench import scheduler as scheduler_report
 from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
+from tierd.cli.bench_startup import EPILOG as STARTUP_EPILOG
+from tierd.cli.bench_startup import startup
 from tierd.cli.demo_processes import Line, running_daemon, running_group
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
+from tierd.cli.tables import print_whole, progress_bar
 from tierd.wire.errors import ConfigError
 
 EPILOG = """
@@ -34,6 +36,7 @@ Examples:
 - `tierd bench eviction`: three generated workloads, four sizes, behind no GPU cache and a small one
 - `tierd bench eviction --trace conversation_trace.jsonl --page-tokens 512`: a trace of your own
 - `tierd bench scheduler --quick`: what each tier costs SGLang's scheduler thread
+- `tierd bench startup`: how fast memory is pinned, and free again after a kill
 """
 
 EVICTION_EPILOG = """
@@ -83,6 +86,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+app.command(epilog=STARTUP_EPILOG)(startup)
+
 
 @app.command(epilog=EVICTION_EPILOG)
 def eviction(
@@ -118,7 +123,7 @@ def eviction(
         traces = [KINDS[name](requests, seed) for name in kinds]
     replays = len(traces) * len(gpu_sizes) * len(tier_sizes) * (len(TIERS) + 1)
     found: list[Row] = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("", total=replays)
         for one in traces:
             progress.update(task, description=f"{one.name}: {len(one.requests):,} requests")
@@ -126,7 +131,7 @@ def eviction(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
     else:
-        _print_whole(as_table(found))
+        print_whole(as_table(found))
 
 
 @app.command(epilog=SCHEDULER_EPILOG)
@@ -160,7 +165,7 @@ def scheduler(
     serve = ["--memory", "64GiB", "--no-memory-check", *SCHEDULER_SERVE[kind]]
     serve += ["--devices", gpus[0]] if gpus else []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as name, _progress() as progress:
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as name, progress_bar() as progress:
         directory = Path(name)
         socket = directory / "tierd.sock"
         command = [sys.executable, "-m", "tierd_client.bench.scheduler", "--socket", str(socket)]
@@ -182,7 +187,7 @@ def scheduler(
     print(scheduler_report.machine_line(result["machine"]))
     for line in result["left_out"]:
         print(line)
-    _print_whole(scheduler_report.as_table(result["rows"]))
+    print_whole(scheduler_report.as_table(result["rows"]))
     print(scheduler_report.memory_line(result["client_memory"]))
 
 
@@ -224,19 +229,5 @@ def as_table(found: Sequence[Row]) -> Table:
     return table
 
 
-def _print_whole(table: Table) -> None:
-    """Print a table whole, however narrow the terminal is: it is there to be copied."""
-    width = Console(width=1000).measure(table).maximum
-    console = Console(width=width)
-    with console.capture() as printed:
-        console.print(table)
-    print(*(line for line in printed.get().splitlines() if line.strip()), sep="\n")
-
-
 def _rate(rate: float, best: bool) -> str:
     return f"[bold]{rate:.2%}[/bold]" if best else f"{rate:.2%}"
-
-
-def _progress() -> Progress:
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
