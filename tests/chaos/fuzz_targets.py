@@ -174,6 +174,10 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
     return [(decoder, plain(message)) for decoder, group in groups for message in group]
 
 
+FLIPS = 4
+"""Bytes that are flipped, one at a time, in each changed message."""
+
+
 class Decoders:
     """Every decoder: a message that keeps its schema, or a ProtocolError."""
 
@@ -183,16 +187,23 @@ class Decoders:
         self._donors = [template for _, template in self._examples]
 
     def feed(self, count: int) -> None:
-        for number in range(count):
+        number = 0
+        while number < count:
             decoder, template = self._rng.choice(self._examples)
             data = self._mutator.message(template, self._donors)
-            try:
-                message = decoder.decode(data)
-            except ProtocolError:
-                continue
-            if number % 16 == 0:
-                data = codec.encode(message)
-                assert codec.encode(decoder.decode(data)) == data
+            self._one(decoder, data, number % 16 == 0)
+            for _ in range(FLIPS):
+                self._one(decoder, self._mutator.flip(data), False)
+            number += 1 + FLIPS
+
+    def _one(self, decoder: codec.Decoder[Any], data: bytes, whole: bool) -> None:
+        try:
+            message = decoder.decode(data)
+        except ProtocolError:
+            return
+        if whole:
+            data = codec.encode(message)
+            assert codec.encode(decoder.decode(data)) == data
 
     def close(self) -> None:
         pass

@@ -41,6 +41,11 @@ class Mutator:
         data = msgspec.msgpack.encode(value)
         return self.damage(data) if rng.random() < 0.1 else data
 
+    def flip(self, data: bytes) -> bytes:
+        """One byte is another one."""
+        at = int(self._rng.random() * len(data))
+        return data[:at] + bytes([int(self._rng.random() * 256)]) + data[at + 1 :]
+
     def damage(self, data: bytes) -> bytes:
         """Bytes changed, dropped, doubled, inserted, or cut off."""
         rng = self._rng
