@@ -1,5 +1,5 @@
 """`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree,
-`startup` starts daemons and kills them."""
+`startup` starts daemons and kills them, and those of copies are in `bench_gpu`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tierd.bench import scheduler as scheduler_report
 from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
+from tierd.cli import bench_gpu
 from tierd.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tierd.cli.bench_startup import startup
 from tierd.cli.demo_processes import Line, running_daemon, running_group
@@ -37,6 +38,7 @@ Examples:
 - `tierd bench eviction --trace conversation_trace.jsonl --page-tokens 512`: a trace of your own
 - `tierd bench scheduler --quick`: what each tier costs SGLang's scheduler thread
 - `tierd bench startup`: how fast memory is pinned, and free again after a kill
+- `tierd bench copy`, `tierd bench interference`: what the copies reach, and what they cost a GPU
 """
 
 EVICTION_EPILOG = """
@@ -85,7 +87,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-
+app.command(epilog=bench_gpu.COPY_EPILOG)(bench_gpu.copy)
+app.command(epilog=bench_gpu.INTERFERENCE_EPILOG)(bench_gpu.interference)
 app.command(epilog=STARTUP_EPILOG)(startup)
 
 

@@ -1,0 +1,270 @@
+"""How much longer a decode-like loop's step gets while a real daemon backs up and restores.
+
+Started by `tierd bench interference`. The loop, the KV and tierd's client are one process, as in an
+engine; backups are offered and restores started between steps. Every window with copies has one
+without before and after it. Prints JSON lines: progress, then `result`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from tierd_client.bench.decode import DecodeLoop
+from tierd_client.bench.machine import machine
+from tierd_client.bench.models import QWEN3_8B, DeviceMemory, Placement
+from tierd_client.bench.rank import PATIENCE_S, BenchFailedError, BenchRank, Chain
+from tierd_client.restore import Restore
+
+TOKENS = 448_000
+STREAM_BYTES = 96 << 20
+"""What one prompt of the traffic holds: small enough for 1.5 GB/s to be a flow."""
+RESTORABLE = 8
+"""Prompts that the tier holds for the restores, over and over."""
+FLAT_OUT_BACKUPS = 8
+FLAT_OUT_RESTORES = 2
+"""Prompts under way at once where there is no rate to keep."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What flows beside the loop.
+
+    `run`: pages that lie side by side. `gbps`: a direction; None: all that goes.
+    """
+
+    placement: Placement
+    page_tokens: int
+    run: int
+    backups: bool
+    restores: bool
+    gbps: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of traffic: how much longer the loop's mean step got, the median of its windows,
+    and what the copiers moved meanwhile. `cores` of the daemon: control, and the copier."""
+
+    placement: str
+    path: str
+    page_tokens: int
+    run: int
+    backups: bool
+    restores: bool
+    wanted_gbps: float | None
+    backup_gbps: float
+    restore_gbps: float
+    step_ms: float
+    slowdown: float
+    slowdowns: list[float]
+    control_cores: float
+    copier_cores: float
+
+
+def traffics(quick: bool) -> list[Traffic]:
+    kinds: list[tuple[Placement, int, int]] = [("arena", 64, 1), ("stock", 64, 1)]
+    kinds += [("arena", 1, 64), ("stock", 1, 64), ("arena", 1, 1), ("stock", 1, 1)]
+    rates: list[float | None] = [1.5, 10.0, None]
+    if quick:
+        kinds, rates = [kinds[0], kinds[2]], [1.5, 10.0]
+    ways = [(True, False), (False, True), (True, True)]
+    return [Traffic(*kind, *way, rate) for kind in kinds for way in ways for rate in rates]
+
+
+class Flow:
+    """Keeps traffic going from the loop's thread. Never waits for the GPU."""
+
+    def __init__(self, rank: BenchRank, traffic: Traffic, stored: Sequence[Chain]) -> None:
+        self._rank = rank
+        self._traffic = traffic
+        self._stored = stored
+        pages = len(stored[0].keys) // 32
+        self._fresh = [rank.chains(1, pages, traffic.run)[0] for _ in range(4)]
+        self._prompt_bytes = pages * sum(rank.page_bytes.values())
+        self._offered = self._acked = self._started = 0
+        self._restores: deque[Restore] = deque()
+        self._since = time.perf_counter()
+
+    def step(self) -> None:
+        """What an engine does between two steps."""
+        client = self._rank.client
+        if self._traffic.backups:
+            while self._due(self._offered, self._offered - self._acked, FLAT_OUT_BACKUPS):
+                chain = self._rank.renamed(self._fresh[self._offered % len(self._fresh)])
+                client.backup(chain.parts, parent=b"")
+                self._offered += 1
+            client.flush()
+            self._acked += len(client.acks())
+        if self._traffic.restores:
+            while self._restores and self._restores[0].settled:
+                self._land()
+            if self._due(self._started, len(self._restores), FLAT_OUT_RESTORES):
+                chain = self._stored[self._started % len(self._stored)]
+                self._rank.lookup([chain])
+                self._restores.append(self._rank.restore([chain]))
+                self._started += 1
+
+    def drain(self) -> None:
+        """Wait for all that is under way.
+
+        Raises: BenchFailedError: it does not come to an end.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while self._restores:
+            self._land()
+        while self._acked < self._offered:
+            self._rank.client.flush()
+            self._acked += len(self._rank.client.acks())
+            if time.monotonic() > deadline:
+                raise BenchFailedError("the tier does not answer a backup")
+
+    def _land(self) -> None:
+        if not self._restores.popleft().finish():
+            raise BenchFailedError("a restore has failed")
+
+    def _due(self, begun: int, under_way: int, most: int) -> bool:
+        if under_way >= most:
+            return False
+        if self._traffic.gbps is None:
+            return True
+        elapsed = time.perf_counter() - self._since
+        return begun * self._prompt_bytes < elapsed * self._traffic.gbps * 1e9
+
+
+def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> float:
+    """Run the loop for about so long; returns its mean step in seconds, on the GPU's clock."""
+    loop.step()
+    first = loop.mark()
+    begun = time.perf_counter()
+    ran = 0
+    while time.perf_counter() - begun < seconds:
+        between()
+        loop.step()
+        ran += 1
+    last = loop.mark()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / ran
+
+
+def measure(
+    loop: DecodeLoop, rank: BenchRank, traffic: Traffic, seconds: float, windows: int
+) -> Row:
+    pages = max(1, STREAM_BYTES // sum(rank.page_bytes.values()) // traffic.run) * traffic.run
+    rank.clear()
+    rank.settle(2 * RESTORABLE, pages)
+    rank.clear()
+    stored = rank.chains(RESTORABLE, pages, traffic.run)
+    rank.offer(stored)
+    rank.await_acks(len(stored))
+    daemon = psutil.Process(rank.status()["pid"])
+    copier = psutil.Process(rank.status()["copiers"][0]["pid"])
+    quiet = [steps(loop, seconds, lambda: None)]
+    loaded, cores, moved, lasted = [], [0.0, 0.0], [0, 0], 0.0
+    for _ in range(windows):
+        before = rank.totals()
+        cpu = [sum(process.cpu_times()[:2]) for process in (daemon, copier)]
+        start = time.perf_counter()
+        flow = Flow(rank, traffic, stored)
+        loaded.append(steps(loop, seconds, flow.step))
+        flow.drain()
+        took = time.perf_counter() - start
+        lasted += took
+        now = rank.totals().since(before)
+        moved = [moved[0] + now.backup_bytes, moved[1] + now.restore_bytes]
+        for i, process in enumerate((daemon, copier)):
+            cores[i] += sum(process.cpu_times()[:2]) - cpu[i]
+        quiet.append(steps(loop, seconds, lambda: None))
+    slowdowns = [
+        busy / ((before + after) / 2) - 1
+        for busy, before, after in zip(loaded, quiet, quiet[1:], strict=False)
+    ]
+    return Row(
+        placement=traffic.placement,
+        path=", ".join(dict.fromkeys(p.split(":")[0] for p in rank.paths().values())),
+        page_tokens=traffic.page_tokens,
+        run=traffic.run,
+        backups=traffic.backups,
+        restores=traffic.restores,
+        wanted_gbps=traffic.gbps,
+        backup_gbps=moved[0] / lasted / 1e9,
+        restore_gbps=moved[1] / lasted / 1e9,
+        step_ms=median(quiet) * 1e3,
+        slowdown=median(slowdowns),
+        slowdowns=slowdowns,
+        control_cores=cores[0] / lasted,
+        copier_cores=cores[1] / lasted,
+    )
+
+
+def run(
+    socket: str,
+    device: torch.device,
+    quick: bool,
+    seconds: float,
+    windows: int,
+    progress: Callable[[float, str], None],
+) -> dict[str, Any]:
+    """Measure everything. Returns: `machine`, `rows`."""
+    progress(0.0, "capturing the loop")
+    loop = DecodeLoop(device)
+    steps(loop, 1.0, lambda: None)
+    todo = traffics(quick)
+    done = count()
+    rows: list[Row] = []
+    for placement in dict.fromkeys(traffic.placement for traffic in todo):
+        memory = DeviceMemory(QWEN3_8B, placement, TOKENS, 0, device)
+        mine = [traffic for traffic in todo if traffic.placement == placement]
+        for size in dict.fromkeys(traffic.page_tokens for traffic in mine):
+            with BenchRank(socket, memory, size, QWEN3_8B.name, loop.stream) as rank:
+                for traffic in (t for t in mine if t.page_tokens == size):
+                    progress(next(done) / len(todo), describe(traffic))
+                    rows.append(measure(loop, rank, traffic, seconds, windows))
+        del memory
+        torch.cuda.empty_cache()
+    return {"machine": machine(device), "rows": [asdict(row) for row in rows]}
+
+
+def describe(traffic: Traffic) -> str:
+    ways = [name for name in ("backups", "restores") if getattr(traffic, name)]
+    rate = "flat out" if traffic.gbps is None else f"{traffic.gbps:g} GB/s"
+    return f"{traffic.placement}, pages of {traffic.page_tokens}, {' and '.join(ways)}, {rate}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tierd_client.bench.interference", description=__doc__
+    )
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--device", required=True, help="in torch's words")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of a window")
+    parser.add_argument("--windows", type=int, default=3)
+    arguments = parser.parse_args()
+
+    def progress(done: float, text: str) -> None:
+        print(json.dumps({"done": done, "text": text}), flush=True)
+
+    result = run(
+        arguments.socket,
+        torch.device(arguments.device),
+        arguments.quick,
+        arguments.seconds,
+        arguments.windows,
+        progress,
+    )
+    print(json.dumps({"result": result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
