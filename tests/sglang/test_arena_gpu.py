@@ -5,14 +5,16 @@ Needs a GPU with room for them, and sglang: `pytest tests/sglang/test_arena_gpu.
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from sglang_harness import Daemon, prompt
+from sglang_harness import DEADLINE_S, Daemon, prompt
 from tierd_client.sglang.imports import load_sglang
 from tierd_client.sglang.tree_engine import TreeEngine
 
@@ -64,7 +66,10 @@ def test_a_real_pool_takes_the_strided_path(
     arenas: None, daemon: Daemon, open_engine: Callable[..., TreeEngine], name: str
 ) -> None:
     shape = {"pool_tokens": 448_000, "page_tokens": 16, "core": "python", **KINDS[name]}
+    gc.collect()
     torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 90 << 30:
+        pytest.skip("needs 90 GiB of free GPU memory")
     torch.cuda.reset_peak_memory_stats()
     engine = open_engine(device="cuda", **shape)
     print(
@@ -73,11 +78,18 @@ def test_a_real_pool_takes_the_strided_path(
     )
     engine.serve("first", prompt(1, 1000))
     engine.drain()
-    engine.evict()
-    again = engine.serve("again", prompt(1, 1000))
+    assert engine.linker.stats.kept > 0
+    deadline = time.monotonic() + DEADLINE_S
+    for number in count():
+        engine.evict()
+        again = engine.serve(f"again-{number}", prompt(1, 1000))
+        if again.loaded:
+            break
+        # A new client finds nothing until its watchdog is up.
+        assert time.monotonic() < deadline
+        engine.drain()
     paths = [pool["copy_path"] for pool in daemon.status()["pools"]]
     print(f"{name}: {paths}", flush=True)
-    assert again.loaded > 0
     assert again.checked > 0
     assert again.wrong == 0
     assert all(path.startswith("strided") for path in paths)

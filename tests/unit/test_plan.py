@@ -278,10 +278,19 @@ def test_no_box_leaves_the_allocation_and_the_block_it_begins_in(
 
 
 def pool_of(
-    shape: str, *, layers: int, pages: int, row: int, gaps: list[int] | None = None
+    shape: str,
+    *,
+    layers: int,
+    pages: int,
+    row: int,
+    gaps: list[int] | None = None,
+    by_layer: bool = False,
 ) -> tuple[PoolSpec, list[int]]:
+    """`by_layer`: in host memory K and V take turns, else all K come first."""
     buffers, _ = stacked(shape, layers, pages, row, row, gaps or [0])
-    pool = PoolSpec(name="kv", num_pages=pages, page_tokens=1, buffers=buffers[::2] + buffers[1::2])
+    if not by_layer:
+        buffers = buffers[::2] + buffers[1::2]
+    pool = PoolSpec(name="kv", num_pages=pages, page_tokens=1, buffers=buffers)
     allocations = 1 + max(b.allocation for b in buffers)
     return pool, [1 << 40 | n << 36 for n in range(allocations)]
 
@@ -307,6 +316,13 @@ def test_an_arena_needs_at_most_two_boxes_a_page(shape: str) -> None:
     assert len(batch.rows) == 0
     assert len(batch.boxes) <= 2
     assert batch.boxes["depth"].sum() == 72
+
+
+@pytest.mark.parametrize("row", [2048, 131072])
+def test_an_arena_with_one_order_on_both_sides_needs_one_box_a_page(row: int) -> None:
+    planned = plan_of("K and V by turns", layers=36, pages=7000, row=row, by_layer=True)
+    batch = planned.batch(planned.group(0, 36), some_runs(planned, [5], [9]), Direction.BACKUP)
+    assert batch.boxes["depth"].tolist() == [72]
 
 
 def test_an_allocation_a_layer_goes_row_by_row() -> None:
@@ -407,10 +423,36 @@ def test_layer_groups_cover_every_layer_once_in_order(
     assert len(groups) == 1 or total // len(groups) >= plan.GROUP_BYTES
 
 
-def test_a_large_restore_starts_with_few_layers_and_a_small_one_is_not_cut() -> None:
-    planned = plan_of("K and V by turns", layers=36, pages=7000, row=131072)
-    large = some_runs(planned, list(range(0, 80, 2)), list(range(40)))
-    assert len(plan.layer_groups([(planned, large)], 36)) == 8
+@pytest.mark.parametrize(
+    ("arrangement", "row", "groups"),
+    [
+        # A page folds into one box of 72 rows, and every cut costs one more.
+        ("K and V by turns", 131072, 5),
+        ("K and V by turns", 32768, 2),
+        ("K and V by turns", 2048, 1),
+        # Boxes end at the layers anyway, or there are none.
+        ("an allocation a layer", 131072, 8),
+        ("an allocation a layer", 2048, 8),
+    ],
+)
+def test_a_restore_is_cut_as_often_as_its_boxes_allow(
+    arrangement: str, row: int, groups: int
+) -> None:
+    pages = 80 * 131072 // row
+    planned = plan_of(arrangement, layers=36, pages=2 * pages, row=row, by_layer=True)
+    runs = some_runs(planned, list(range(0, 2 * pages, 2)), list(range(pages)))
+    found = plan.layer_groups([(planned, runs)], 36)
+    assert len(found) == groups
+    assert max(end - first for first, end in found) <= min(end - first for first, end in found) + 1
+
+
+def test_a_run_of_small_pages_is_cut_like_a_large_page() -> None:
+    planned = plan_of("K and V by turns", layers=36, pages=7000, row=2048, by_layer=True)
+    runs = some_runs(planned, list(range(640)), list(range(640)))
+    assert len(plan.layer_groups([(planned, runs)], 36)) == 5
+
+
+def test_a_small_restore_is_not_cut() -> None:
     tiny = plan_of("K and V by turns", layers=36, pages=7000, row=2048)
     assert plan.layer_groups([(tiny, some_runs(tiny, [7], [3]))], 36) == [(0, 36)]
 

@@ -69,11 +69,13 @@ PIECE_ROWS = 4096
 """What is submitted at a time: one to three milliseconds of work, so that a restore never waits
 long behind a backup and little is on the wire when a process has to go."""
 
-GROUP_COUNTS = (8, 4, 2, 1)
+MOST_GROUPS = 8
 GROUP_BYTES = 4 << 20
-"""A restore is cut into as many layer groups as leave each at least this much."""
-GROUP_OP_BYTES = 128 << 10
-"""Unless the cut makes boxes so small that their number, not the link, sets the pace."""
+"""A restore has at most so many layer groups, and as many as leave each at least so much."""
+BOX_BYTES = 160 << 10
+"""What the link carries in the 3 us that a box costs beside its bytes (README)."""
+GROUPING_SHARE = 1 / 12
+"""Each group cuts every box once more. All those together may cost this share of a restore."""
 
 _LOOKAHEAD = 16
 """Second members tried for a progression; a layer has at most a few buffers of one shape."""
@@ -310,8 +312,11 @@ def split_rows(ops: Records) -> Records:
 
 
 def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
-    """Cut a restore's layers into groups: many, so that the engine's first layers start early,
-    but none so small that operations rather than bytes set the pace.
+    """Cut a restore's layers into groups of one size: as many as its geometry allows.
+
+    An engine that computes as fast as the link carries is done one group after the last byte, so
+    many are better, and equal ones best; but where layers fold into boxes, each cut makes more of
+    them, and the whole restore later.
 
     Args:
         work: Each pool of the restore with its runs.
@@ -321,7 +326,7 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
     """
     total = sum(int(runs["pages"].sum()) * plan.group(0, layers).page_bytes for plan, runs in work)
 
-    def count(groups: list[tuple[int, int]]) -> int:
+    def boxes(groups: list[tuple[int, int]]) -> int:
         return sum(
             len(runs) * len(plan.group(first, end).progressions)
             for plan, runs in work
@@ -329,14 +334,11 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
         )
 
     whole = [(0, layers)]
-    fewest = count(whole)
-    for wanted in GROUP_COUNTS:
-        if wanted > layers or total < wanted * GROUP_BYTES:
-            continue
+    uncut = boxes(whole)
+    for wanted in range(min(MOST_GROUPS, layers, total // GROUP_BYTES), 1, -1):
         edges = [layers * n // wanted for n in range(wanted + 1)]
         groups = list(pairwise(edges))
-        ops = count(groups)
-        if ops <= fewest or total >= ops * GROUP_OP_BYTES:
+        if (boxes(groups) - uncut) * BOX_BYTES <= total * GROUPING_SHARE:
             return groups
     return whole
 

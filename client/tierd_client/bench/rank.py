@@ -24,6 +24,7 @@ from tierd_client.pools import DevicePool, PoolPages
 from tierd_client.restore import Restore
 
 PATIENCE_S = 60.0
+WATCHDOG_S = 10.0
 
 
 class BenchFailedError(TierdError):
@@ -183,12 +184,15 @@ class BenchRank:
             self.client.flush()
 
     def lookup(self, chains: Sequence[Chain]) -> None:
-        """Lease them all.
+        """Lease them all. A new client finds nothing until its watchdog is up.
 
         Raises: BenchFailedError: one is not there.
         """
+        deadline = time.monotonic() + WATCHDOG_S
         for chain in chains:
             lengths = self.client.lookup(chain.rid, chain.keys)
+            while not lengths and time.monotonic() < deadline:
+                lengths = self.client.lookup(chain.rid, chain.keys)
             if not lengths or lengths[-1] * KEY_BYTES != len(chain.keys):
                 raise BenchFailedError(
                     f"of {len(chain.keys) // KEY_BYTES} pages the tier can restore {lengths}"
