@@ -1,6 +1,7 @@
 """The copier's loop: messages from control in, copies submitted, retirements reported.
 
-One thread decides and copies; a few more pin new chunks, which takes tens of milliseconds each.
+One thread decides and copies; a few more pin chunks (see `pinner`), which takes tens of
+milliseconds each.
 It never waits for one rank: a job whose page numbers are not there yet is looked at again on the
 next turn, and at most two pieces of work a direction are on the wire.
 """
@@ -12,21 +13,20 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierd.channel import Channel, ChannelClosed, close_all
-from tierd.copier.backend import Backend, BackendError, Chunk, DeviceLostError, Marker
+from tierd.copier.backend import Backend, BackendError, DeviceLostError, Marker
 from tierd.copier.pace import Cap
+from tierd.copier.pinner import Pinner
 from tierd.copier.plan import Direction, PlanError
 from tierd.copier.session import Job, Piece, Session, open_session
 from tierd.copier.verify import Verifier
 from tierd.memory.placement import PIN_THREADS
 from tierd.wire import layout, messages
 from tierd.wire.errors import TierdError
-from tierd.wire.geometry import placed_layout
 from tierd.wire.limits import READY_TIMEOUT_S
 from tierd.wire.messages import BackupJob, RestoreJob, ToCopier
 
@@ -88,13 +88,9 @@ class Worker:
         self._backend = backend
         self._ready_timeout_s = ready_timeout_s
         self._clock = clock
-        self._chunks: dict[int, Chunk] = {}
-        self._users: dict[int, int] = {}
-        self._pinning: dict[int, Future[tuple[Chunk, bytes]]] = {}
-        self._pinners = ThreadPoolExecutor(pin_threads, "pin")
         self._verifier = verifier or Verifier("off")
+        self._pinner = Pinner(backend, self._verifier, self._say, pin_threads)
         self._checking: list[Job] = []
-        self._dropped_chunks: set[int] = set()
         self._sessions: dict[int, Session] = {}
         self._leaving: list[Session] = []
         self._lanes = {
@@ -114,6 +110,7 @@ class Worker:
             ProtocolError: control said something that makes no sense.
         """
         poller = select.poll()
+        poller.register(self._pinner, select.POLLIN)
         try:
             while not self._stopping:
                 pace = self.turn()
@@ -122,7 +119,8 @@ class Worker:
                 elif pace is Pace.IDLE:
                     out = select.POLLOUT if self._channel.wants_write else 0
                     poller.register(self._channel, select.POLLIN | out)
-                    poller.poll()
+                    if any(fd == self._pinner.fileno() for fd, _ in poller.poll()):
+                        self._pinner.awake()
         except ChannelClosed:
             pass
         self.stop()
@@ -136,7 +134,7 @@ class Worker:
         self._channel.flush()
         for message, fds in received:
             self._handle(message, fds)
-        moved = bool(received) | self._note_pinned()
+        moved = bool(received) | self._pinner.poll()
         restores, backups = self._lanes[Direction.RESTORE], self._lanes[Direction.BACKUP]
         for lane in (restores, backups):
             moved |= self._retire(lane)
@@ -148,7 +146,7 @@ class Worker:
         moved |= self._submit(backups)
         if moved:
             return Pace.BUSY
-        waiting = bool(self._pinning) or any(s.unfinished for s in self._sessions.values())
+        waiting = any(s.unfinished for s in self._sessions.values())
         return Pace.WAITING if waiting else Pace.IDLE
 
     def stop(self) -> None:
@@ -170,17 +168,8 @@ class Worker:
             if self._clock() > deadline:
                 raise DeviceLostError("copies on the wire do not retire")
             time.sleep(PAUSE_S)
-        for future in self._pinning.values():
-            future.cancel()
-        pinned = [
-            f.result()[0] for f in self._pinning.values() if not f.cancelled() and not f.exception()
-        ]
-        # Unpinning takes as long as pinning does.
-        for _ in self._pinners.map(Chunk.close, [*pinned, *self._chunks.values()]):
-            pass
-        self._pinners.shutdown()
+        self._pinner.close()
         self._verifier.close()
-        self._chunks.clear()
         self._backend.close()
         self._channel.drain(1.0)
         self._channel.close()
@@ -197,7 +186,7 @@ class Worker:
 
     def _handle(self, message: ToCopier, fds: list[int]) -> None:
         if isinstance(message, messages.AddChunk):
-            self._add_chunk(message, fds)
+            self._pinner.add(message, fds)
             return
         try:
             if isinstance(message, BackupJob | RestoreJob):
@@ -211,68 +200,13 @@ class Worker:
                 else:
                     self._detach(session, "the rank is gone")
             elif isinstance(message, messages.DropChunk):
-                self._drop_chunk(message.chunk)
+                self._pinner.drop(message.chunk)
             elif isinstance(message, messages.Ping):
                 self._say(messages.Pong())
             else:
                 self._stopping = True
         finally:
             close_all(fds)
-
-    def _add_chunk(self, message: messages.AddChunk, fds: list[int]) -> None:
-        number = message.chunk
-        error = ""
-        if number in self._chunks or number in self._pinning:
-            error = f"chunk {number} is mapped already"
-        elif len(fds) != 1:
-            error = f"{len(fds)} descriptors came with chunk {number}"
-        if error:
-            close_all(fds)
-            self._say(messages.ChunkReady(chunk=number, error=error))
-            return
-
-        def pin() -> tuple[Chunk, bytes]:
-            try:
-                chunk = self._backend.map_chunk(fds[0], message.size, message.touch)
-            finally:
-                close_all(fds)
-            corrupt: list[int] = []
-            if message.verify is not None:
-                host = placed_layout(message.verify.rows, message.verify)
-                corrupt = self._verifier.check_chunk(chunk.address, host)
-            return chunk, np.array(corrupt, "<u4").tobytes()
-
-        self._pinning[number] = self._pinners.submit(pin)
-
-    def _note_pinned(self) -> bool:
-        """Take over the chunks that have been pinned since the last turn."""
-        done = [number for number, future in self._pinning.items() if future.done()]
-        for number in done:
-            error, corrupt = "", b""
-            try:
-                self._chunks[number], corrupt = self._pinning.pop(number).result()
-            except BackendError as failure:
-                error = str(failure)
-            if number in self._dropped_chunks:
-                self._dropped_chunks.discard(number)
-                self._drop_chunk(number)
-            else:
-                self._say(
-                    messages.ChunkReady(chunk=number, error=error[:_ERROR_CHARS], corrupt=corrupt)
-                )
-        return bool(done)
-
-    def _drop_chunk(self, number: int) -> None:
-        if number in self._pinning:
-            self._dropped_chunks.add(number)
-            return
-        if self._users.get(number):
-            self._dropped_chunks.add(number)
-            return
-        chunk = self._chunks.pop(number, None)
-        if chunk is not None:
-            chunk.close()
-        self._say(messages.ChunkDropped(chunk=number))
 
     def _attach(self, message: messages.Attach, fds: list[int]) -> None:
         error, paths = "", []
@@ -389,15 +323,14 @@ class Worker:
                 )
             if not job.wanted():
                 raise PlanError(_UNWANTED)
-            job.start(self._chunks, self._clock())
+            job.start(self._pinner.chunks, self._clock())
         except PlanError as failure:
             job.fail(str(failure))
             return
         job.session.consume(job)
         if job.direction is Direction.RESTORE:
             job.checks = self._verifier.check(job.places)
-        for chunk in job.chunks:
-            self._users[chunk] = self._users.get(chunk, 0) + 1
+        self._pinner.use(job.chunks)
 
     def _retire(self, lane: _Lane) -> bool:
         moved = False
@@ -454,10 +387,4 @@ class Worker:
             )
         )
         session.unfinished -= 1
-        for number in job.chunks:
-            self._users[number] -= 1
-            if not self._users[number]:
-                del self._users[number]
-                if number in self._dropped_chunks:
-                    self._dropped_chunks.discard(number)
-                    self._drop_chunk(number)
+        self._pinner.release(job.chunks)
