@@ -34,6 +34,23 @@ ENGINES: dict[str, dict[str, Any]] = {
         "layers": 6,
         "window": 10,
         "states": 64,
+        "side_states": True,
+    },
+    "sparse": {"kind": "minimax", "page_tokens": 16, "pool_tokens": 1024, "layers": 3},
+    "compressed": {
+        "kind": "dsv4",
+        "page_tokens": 256,
+        "pool_tokens": 1 << 13,
+        "layers": 6,
+        "window": 128,
+        "draft_layers": 1,
+    },
+    "compressed-low": {
+        "kind": "dsv41",
+        "page_tokens": 256,
+        "pool_tokens": 1 << 13,
+        "layers": 5,
+        "window": 128,
     },
 }
 
@@ -45,6 +62,7 @@ class Users:
         self.engine = engine
         self.rng = random.Random(seed)
         self.served = 0
+        self.page = engine.shape.page_tokens
         self.longest = engine.shape.pool_tokens // 4
         self.systems = [self._tokens(self.rng.randrange(8, self.longest // 2)) for _ in range(4)]
         self.conversations: list[list[int]] = []
@@ -86,7 +104,7 @@ class Users:
     def serve_in_chunks(self) -> None:
         self.engine.step()
         running = self._admit()
-        self.engine.forward_in_chunks(running, 16 * self.rng.randrange(1, 6))
+        self.engine.forward_in_chunks(running, max(16, self.page) * self.rng.randrange(1, 6))
         self._finish(running)
 
     def evict(self) -> None:
@@ -109,7 +127,7 @@ class Users:
     def _finish(self, running: Running) -> None:
         assert not running.aborted
         if self.rng.random() < 0.3:
-            self.engine.decode(running, self._tokens(self.rng.randrange(1, 24)))
+            self.engine.decode(running, self._tokens(self.rng.randrange(1, max(24, 2 * self.page))))
         assert running.wrong == 0
         self.engine.finish(running)
         self.conversations.append(list(running.tokens))
@@ -126,7 +144,7 @@ class Users:
                 history = history[: self.rng.randrange(1, len(history) + 1)]
         else:
             history = self.rng.choice(self.systems)
-        turn = self._tokens(self.rng.randrange(1, 80))
+        turn = self._tokens(self.rng.randrange(1, max(80, 3 * self.page)))
         return [*history[: self.longest - len(turn)], *turn]
 
     def _tokens(self, count: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sglang_pools import (
+    compressed,
     four_bits,
     hybrid_linear,
     latent,
@@ -15,6 +16,7 @@ from sglang_pools import (
     plain,
     recurrent_requests,
     sliding_window,
+    sparse,
     walk,
 )
 from tierd_client.sglang.imports import load_sglang
@@ -82,6 +84,59 @@ def strange_windows() -> Any:
     return pool
 
 
+def compressed_for_hisparse() -> Any:
+    return compressed(enable_hisparse=True)
+
+
+def compressed_windows_of_other_pages() -> Any:
+    return compressed(swa_page_size=128)
+
+
+def compressed_windows_that_requests_keep() -> Any:
+    pool = compressed()
+    pool.swa_req_ring_size = 128  # what the unified layout sets, on ROCm only
+    return pool
+
+
+def windows_without_compressed_kv() -> Any:
+    return compressed([0, 0])
+
+
+def compressed_of_a_subclass() -> Any:
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
+
+    class PaddedPool(DeepSeekV4SingleKVPool):  # type: ignore[misc]
+        """Somebody's pool, which may lay out its pages differently."""
+
+    pool = compressed()
+    pool.kv_pools[4] = pool._make_kv_pool(
+        size=512,
+        page_size=64,
+        dtype=pool.dtype,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        global_page_size=256,
+        cls=PaddedPool,
+    )
+    return pool
+
+
+def too_few_compressed_pages() -> Any:
+    return compressed(c4_size=64)
+
+
+def sparse_for_hisparse() -> Any:
+    return sparse(enable_hisparse=True)
+
+
+def sparse_of_four_bits() -> Any:
+    pool = sparse()
+    pool.main_pool = four_bits()
+    pool.main_pool.quant_method = object()
+    return pool
+
+
 POOLS: list[tuple[Callable[[], Any], str]] = [
     (without_kv, "NoOpMHATokenToKVPool: it holds no KV"),
     (vectorized, "vectorized_5d"),
@@ -92,6 +147,14 @@ POOLS: list[tuple[Callable[[], Any], str]] = [
     (windows_that_requests_keep, "belongs to requests"),
     (windows_alone, "tierd needs one with full attention"),
     (strange_windows, "NoOpMHATokenToKVPool"),
+    (compressed_for_hisparse, "HiSparseC4DevicePool: HiSparse"),
+    (compressed_windows_of_other_pages, "pages of 128 tokens and the tree of 256"),
+    (compressed_windows_that_requests_keep, "SGLANG_HACK_FLASHMLA_BACKEND"),
+    (windows_without_compressed_kv, "a sliding window alone"),
+    (compressed_of_a_subclass, "PaddedPool: tierd does not know"),
+    (too_few_compressed_pages, "of 9 pages of 1 rows has a tensor of shape"),
+    (sparse_for_hisparse, "HiSparseMHAMainPool: HiSparse"),
+    (sparse_of_four_bits, "quantized by object"),
 ]
 
 
@@ -119,7 +182,7 @@ def test_memory_that_cannot_be_shared_is_refused(attribute: str, value: Any, rea
 
 STATES: list[tuple[str, Any, str]] = [
     ("mamba_ckpt_pool", object(), "--enable-int8-mamba-checkpoint"),
-    ("mamba_pool._slot_siblings", [object()], "side states"),
+    ("mamba_pool._slot_siblings", [object()], "a object beside its Mamba states"),
     ("mamba_pool.enable_linear_replayssm", True, "--enable-linear-replayssm"),
     ("mamba_pool.enable_custom_mem_pool", True, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
 ]
@@ -152,9 +215,9 @@ def test_components_that_do_not_fit_the_pool_are_refused() -> None:
 
 
 def test_windows_that_are_computed_again_are_refused() -> None:
-    with pytest.raises(RefusedError, match="--enable-decoder-swa-bounded-replay"):
+    with pytest.raises(RefusedError, match="--no-enable-decoder-swa-bounded-replay"):
         walk(sliding_window(), decoder_swa_bounded_replay=True)
-    with pytest.raises(RefusedError, match="--enable-decoder-swa-bounded-replay"):
+    with pytest.raises(RefusedError, match="--no-enable-decoder-swa-bounded-replay"):
         walk(sliding_window(), swa_gates_prefix_match=False)
 
 
@@ -163,6 +226,14 @@ def test_drafts_that_tierd_does_not_know_are_refused() -> None:
         walk(plain(), sidecar_draft_device_pools=(without_kv(),))
     with pytest.raises(RefusedError, match="32 token slots and the target's 64"):
         walk(plain(), mtp_draft_device_pools=(plain(size=32),))
+    with pytest.raises(
+        RefusedError, match=r"draft model's KV: it keeps more than a sliding window"
+    ):
+        walk(compressed(), mtp_draft_device_pools=(compressed(),))
+    with pytest.raises(
+        RefusedError, match="512 token slots in pages of 256, and the target's 1024"
+    ):
+        walk(compressed(), mtp_draft_device_pools=(compressed([0], swa_size=512),))
     with pytest.raises(RefusedError, match="Mamba states of a draft"):
         walk(plain(), mtp_draft_mamba_pools=(object(),))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang_pools import (
     PAGE,
+    compressed,
     four_bits,
     heads_first,
     hybrid_linear,
@@ -16,6 +17,7 @@ from sglang_pools import (
     plain,
     recurrent_requests,
     sliding_window,
+    sparse,
     walk,
 )
 from tierd_client.pools import DevicePool, describe
@@ -178,6 +180,99 @@ def test_windows_beside_states() -> None:
         ("swa", [1]),
         ("mamba", [0, 2]),
     ]
+
+
+def test_what_stands_beside_states_is_part_of_them() -> None:
+    requests = recurrent_requests(
+        short_conv_layer_ids=[1, 3], short_conv_state_shape=(8, 3), ngram_context_len=2
+    )
+    found = walk(hybrid_linear(requests), requests)
+    _, states = found.pools
+    assert layers(states) == [0, 2, 0, 2, 1, 3, 0]
+    assert page_bytes(states)[4:] == [8 * 3 * 2] * 2 + [2 * 8]
+    assert states.buffers[5].tensor.data_ptr() == requests.short_conv_pool.conv_state[1].data_ptr()
+    assert states.buffers[6].tensor is requests.ngram_pool.context
+    plain_requests = recurrent_requests()
+    assert found.formats != walk(hybrid_linear(plain_requests), plain_requests).formats
+
+
+def test_a_sparse_layer_has_an_indexer_beside_its_keys_and_values() -> None:
+    kvcache = sparse()
+    found = walk(kvcache)
+    (pool,) = found.pools
+    assert layers(pool) == [0, 0, 1, 1, 2, 2, 1, 1, 2]
+    assert page_bytes(pool) == [PAGE * 2 * 32 * 2] * 6 + [PAGE * 16 * 2] * 3
+    assert pool.buffers[6].tensor is kvcache.index_kv_pool.k_buffer[0]
+    assert pool.buffers[8].tensor is kvcache.index_k_pool.k_buffer[0]
+    assert found.num_layers == 3
+
+
+def test_compressed_kv_is_found_by_the_pages_of_full_attention() -> None:
+    kvcache = compressed()
+    found = walk(kvcache)
+    full, _ = found.pools
+    assert (full.name, layers(full), full.window, full.page_tokens) == ("kv", [1, 1, 2], 0, 256)
+    assert all(buffer.rows_are_pages for buffer in full.buffers)
+    assert page_bytes(full) == [
+        kvcache.c4_kv_pool.bytes_per_page_padded,
+        64 * (128 + 4),
+        kvcache.c128_kv_pool.bytes_per_page_padded,
+    ]
+    # Page 8 is the last that a request can have.
+    assert [len(buffer.tensor) for buffer in full.buffers] == [9] * 3
+    page_8 = kvcache.c4_indexer_kv_pool.index_k_with_scale_buffer[0][8]
+    assert full.buffers[1].tensor[8].data_ptr() == page_8.data_ptr()
+    assert found.num_layers == 3
+
+
+def test_beside_compressed_kv_every_layer_has_a_window_and_some_a_ring() -> None:
+    kvcache = compressed()
+    _, swa = walk(kvcache).pools
+    assert (swa.name, layers(swa), swa.window, swa.page_tokens) == ("swa", [0, 1, 2, 1, 1], 1, 256)
+    window = kvcache.swa_kv_pool.bytes_per_page_padded
+    assert page_bytes(swa) == [window] * 3 + [8 * 4 * 512 * 4, 8 * 4 * 128 * 4]
+    assert [len(buffer.tensor) for buffer in swa.buffers] == [5] * 5
+    states = kvcache.compress_state_pools[1]
+    for token in (4 * 256 - 8, 4 * 256 - 1):  # the last of page 3
+        row = states.translate_from_swa_loc_to_state_loc(torch.tensor([token])).item()
+        there = states.kv_score_buffer.kv_score[row].data_ptr()
+        page = swa.buffers[3].tensor[3]
+        assert page.data_ptr() <= there < page.data_ptr() + page.nbytes
+
+
+def test_layers_that_read_the_kv_of_one_before_them_add_nothing() -> None:
+    kvcache = compressed((1, 1, 2, 0), kv_source_layers=[0, 2], kv_layout="v41")
+    full, swa = walk(kvcache).pools
+    assert layers(full) == [0, 0, 2, 2]
+    keys = 64 + 4  # in four bits, with their scales
+    assert page_bytes(full) == [
+        kvcache.kv_pools[1].bytes_per_page_padded,
+        256 * keys,
+        kvcache.kv_pools[2].bytes_per_page_padded,
+        128 * keys,
+    ]
+    assert layers(swa) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_layout": "v41"},
+        {"kv_layout": "v41", "compressed_kv_layout": "fp4"},
+        {"c4_state_dtype": torch.bfloat16},
+    ],
+)
+def test_what_compressed_kv_means_is_part_of_its_format(change: dict[str, Any]) -> None:
+    assert walk(compressed(**change)).formats != walk(compressed()).formats
+
+
+def test_a_draft_of_windows_rides_on_the_windows() -> None:
+    drafts = tuple(compressed([0], is_draft_worker=True) for _ in range(2))
+    full, swa = walk(compressed(), mtp_draft_device_pools=drafts).pools
+    assert layers(full) == [1, 1, 2]
+    assert layers(swa) == [0, 1, 2, 1, 1, 0, 1]
+    there = drafts[1].swa_kv_pool.kv_buffer[0]
+    assert swa.buffers[6].tensor.data_ptr() == there.data_ptr()
 
 
 def test_a_draft_model_shares_the_pages_of_its_target() -> None:

@@ -12,6 +12,7 @@ from tierd_client.sglang.tree_engine import TreeEngine
 pytestmark = pytest.mark.sglang
 Open = Callable[..., TreeEngine]
 
+COMPRESSED = {"page_tokens": 256, "pool_tokens": 4096, "window": 128}
 KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 10},
     "one-page-window": {"window": 3},
@@ -19,6 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "state": {"page_tokens": 1, "states": 8},
     "latent-state": {"kind": "mla", "page_tokens": 1, "states": 8},
     "window-state": {"page_tokens": 1, "window": 6, "states": 8, "layers": 6},
+    "side-states": {"page_tokens": 1, "states": 8, "side_states": True},
+    "compressed": {**COMPRESSED, "kind": "dsv4", "layers": 6},
 }
 """Those whose tree has more than one component."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,6 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "four-bits": {"kind": "fp4"},
     "eight-bits": {"kind": "mxfp8", "head_dim": 32},
     "indexer": {"kind": "dsa", "page_tokens": 64, "pool_tokens": 512},
+    "sparse": {"kind": "minimax"},
+    "compressed-low": {**COMPRESSED, "kind": "dsv41", "layers": 5},
+    "compressed-and-draft": {**COMPRESSED, "kind": "dsv4", "draft_layers": 2},
     "draft": {"draft_layers": 2},
     "draft-and-window": {"draft_layers": 1, "window": 10},
 }
@@ -59,23 +65,24 @@ def test_an_evicted_prefix_comes_back_byte_for_byte(
 ) -> None:
     engine = open_kind(open_engine, name, core=core)
     page = engine.shape.page_tokens
-    tokens = prompt(1, 128)
+    length = max(128, 4 * page)
+    tokens = prompt(1, length)
 
     engine.serve("first", tokens)
-    assert engine.locked_tokens == 128
+    assert engine.locked_tokens == length
     engine.drain()
     assert engine.locked_tokens == 0
-    assert engine.linker.stats.kept == 128 // page
+    assert engine.linker.stats.kept == length // page
     evict_all(engine)
 
     again = engine.serve("again", [*tokens, *prompt(2, 20)])
-    assert (again.device_hit, again.loaded, again.wrong) == (0, 128, 0)
+    assert (again.device_hit, again.loaded, again.wrong) == (0, length, 0)
     assert again.checked > 0
     engine.drain()
 
     # From the GPU now, what came back from the tier.
     third = engine.serve("third", [*tokens, *prompt(2, 20), *prompt(3, 20)])
-    assert (third.device_hit, third.loaded, third.wrong) == (148 // page * page, 0, 0)
+    assert (third.device_hit, third.loaded, third.wrong) == ((length + 20) // page * page, 0, 0)
     engine.drain()
     engine.tree.sanity_check()
     assert not any(engine.unaccounted().values())

@@ -30,6 +30,7 @@ def load_sglang() -> types.SimpleNamespace:
         "sglang.srt.mem_cache.base_prefix_cache": ("EvictParams", "InitLoadBackParams"),
         "sglang.srt.mem_cache.cache_init_params": ("CacheInitParams",),
         "sglang.srt.mem_cache.common": ("checkpoint_kv_cache", "release_kv_cache"),
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool": ("DeepSeekV4TokenToKVPool",),
         "sglang.srt.mem_cache.memory_pool": (
             "DSATokenToKVPool",
             "HybridLinearKVPool",
@@ -38,6 +39,7 @@ def load_sglang() -> types.SimpleNamespace:
             "MHATokenToKVPoolFP4",
             "MHATokenToKVPoolMXFP8",
             "MLATokenToKVPool",
+            "MiniMaxSparseKVPool",
             "ReqToTokenPool",
         ),
         "sglang.srt.mem_cache.swa_memory_pool": ("SWAKVPool",),

@@ -8,15 +8,19 @@ a draft model) is part of the same pages, so that it can neither be lost nor be 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from tierd.wire.errors import RefusedError
 from tierd_client.pools import DeviceBuffer, DevicePool
+from tierd_client.sglang import deepseek_v4
 from tierd_client.sglang.regions import PoolMemory, attention_memory, state_memory
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"
@@ -28,6 +32,7 @@ _COMBINATIONS: dict[type, list[set[Any]]] = {
         {ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA},
     ],
     HybridLinearKVPool: [{ComponentType.FULL, ComponentType.MAMBA}],
+    DeepSeekV4TokenToKVPool: [{ComponentType.FULL, ComponentType.SWA}],
 }
 """The components that a tree may have over a composite pool; over any other it is FULL alone."""
 
@@ -63,61 +68,67 @@ def engine_pools(params: Any, components: Collection[Any]) -> EnginePools:
         says what to change.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    page_tokens = params.page_size
+    if isinstance(kvcache, BaseSWAKVPool):
+        _check_window(kvcache, params)
     if set(components) not in _COMBINATIONS.get(type(kvcache), [{ComponentType.FULL}]):
         names = ", ".join(sorted(component.name for component in components))
         raise RefusedError(
             f"the tree has the components {names} over a {type(kvcache).__name__}; tierd does not "
             "know this combination"
         )
-    parts: dict[str, tuple[PoolMemory, Sequence[int]]] = {}
+    parts = _attention(params, kvcache)
+    if ComponentType.MAMBA in components:
+        parts[MAMBA] = _states(params.req_to_token_pool, kvcache.start_layer)
+    num_layers = 1 + max(region.layer for memory in parts.values() for region in memory.regions)
+    carrier = SWA if type(kvcache) is DeepSeekV4TokenToKVPool else KV
+    for depth, draft in enumerate(_drafts(params, kvcache)):
+        parts[carrier] = _with_draft(parts[carrier], draft, depth, last_layer=num_layers - 1)
+    windows = {KV: 0, SWA: _pages(params.swa_retain_window, params.page_size), MAMBA: 1}
+    pools = [
+        DevicePool(
+            name,
+            1 if name == MAMBA else params.page_size,
+            [
+                DeviceBuffer(region.tensor, region.layer, region.rows_are_pages)
+                for region in memory.regions
+            ],
+            windows[name],
+        )
+        for name, memory in parts.items()
+    ]
+    formats = {name: memory.format for name, memory in parts.items()}
+    return EnginePools(pools, num_layers, formats)
+
+
+def _attention(params: Any, kvcache: Any) -> dict[str, PoolMemory]:
+    """What attention keeps, by pool, `kv` first; its layers are those of a transfer."""
+    page_tokens = params.page_size
+    if type(kvcache) is DeepSeekV4TokenToKVPool:
+        allocator = params.token_to_kv_pool_allocator
+        if type(allocator) is not SWATokenToKVPoolAllocator:
+            raise RefusedError(
+                f"the KV pool's slots are given out by a {type(allocator).__name__}, which tierd "
+                "does not know"
+            )
+        return {
+            KV: deepseek_v4.compressed_memory(kvcache, page_tokens, allocator.size_full),
+            SWA: deepseek_v4.window_memory(kvcache, page_tokens),
+        }
     if type(kvcache) is SWAKVPool:
-        _check_window(kvcache, params)
         full = _layers(kvcache.layers_mapping, kvcache.start_layer, is_swa=False)
         swa = _layers(kvcache.layers_mapping, kvcache.start_layer, is_swa=True)
-        full_pool = kvcache.full_kv_pool
         if not full:
             raise RefusedError(
                 "every layer of the model has a sliding window; tierd needs one with full attention"
             )
-        parts[KV] = attention_memory(full_pool, page_tokens), full
-        parts[SWA] = attention_memory(kvcache.swa_kv_pool, page_tokens), swa
-    elif type(kvcache) is HybridLinearKVPool:
-        full_pool = kvcache.full_kv_pool
+        return {
+            KV: attention_memory(kvcache.full_kv_pool, page_tokens).on(full),
+            SWA: attention_memory(kvcache.swa_kv_pool, page_tokens).on(swa),
+        }
+    if type(kvcache) is HybridLinearKVPool:
         full = [layer - kvcache.start_layer for layer in kvcache.full_attention_layer_id_mapping]
-        parts[KV] = attention_memory(full_pool, page_tokens), full
-    else:
-        full_pool = kvcache
-        parts[KV] = attention_memory(kvcache, page_tokens), range(kvcache.layer_num)
-    if ComponentType.MAMBA in components:
-        parts[MAMBA] = _states(params.req_to_token_pool, kvcache.start_layer)
-    num_layers = 1 + max(max(layers) for _, layers in parts.values())
-    drafts = _draft_memory(params, full_pool, page_tokens)
-    windows = {KV: 0, SWA: _pages(params.swa_retain_window, page_tokens), MAMBA: 1}
-    pools = []
-    formats = {}
-    for name, (memory, layers) in parts.items():
-        buffers = [
-            DeviceBuffer(region.tensor, layers[region.layer], region.rows_are_pages)
-            for region in memory.regions
-        ]
-        formats[name] = memory.format
-        if name == KV:
-            # A draft model reads its KV after the target has waited for all its layers, and its
-            # layers are fewer; one that has more rides on the last.
-            for depth, draft in enumerate(drafts):
-                buffers += [
-                    DeviceBuffer(
-                        region.tensor,
-                        min(depth + region.layer, num_layers - 1),
-                        region.rows_are_pages,
-                    )
-                    for region in draft.regions
-                ]
-                formats[name] += f", draft {draft.format}"
-        tokens = 1 if name == MAMBA else page_tokens
-        pools.append(DevicePool(name, tokens, buffers, windows[name]))
-    return EnginePools(pools, num_layers, formats)
+        return {KV: attention_memory(kvcache.full_kv_pool, page_tokens).on(full)}
+    return {KV: attention_memory(kvcache, page_tokens)}
 
 
 def _layers(
@@ -128,51 +139,68 @@ def _layers(
     return [layer for _, layer in sorted(own)]
 
 
-def _states(requests: Any, start_layer: int) -> tuple[PoolMemory, Sequence[int]]:
+def _states(requests: Any, start_layer: int) -> PoolMemory:
     if type(requests) is not HybridReqToTokenPool:
         raise RefusedError(
             f"the engine's states belong to a {type(requests).__name__}, which tierd does not know"
         )
     if requests.mamba_ckpt_pool is not None:
         raise RefusedError(
-            "tierd does not carry int8 checkpoints of Mamba states yet; "
-            "leave out --enable-int8-mamba-checkpoint"
+            "the tree keeps Mamba states in eight bits and the engine loads them in full width, "
+            "and tierd copies bytes as they are; leave out --enable-int8-mamba-checkpoint"
         )
-    layers = sorted(requests.mamba_map, key=requests.mamba_map.__getitem__)
-    return state_memory(requests.mamba_pool), [layer - start_layer for layer in layers]
+    memory = state_memory(requests.mamba_pool)
+    return memory.on({region.layer: region.layer - start_layer for region in memory.regions})
 
 
-def _draft_memory(params: Any, full_pool: Any, page_tokens: int) -> list[PoolMemory]:
+def _drafts(params: Any, kvcache: Any) -> list[PoolMemory]:
     """The KV of draft models that use the target's token slots, one after the other."""
     if params.mtp_draft_mamba_pools:
         raise RefusedError("tierd does not carry the Mamba states of a draft model yet")
-    drafts = []
-    for pool in (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools):
-        try:
-            memory = attention_memory(pool, page_tokens)
-        except RefusedError as error:
-            raise RefusedError(f"the draft model's KV: {error}") from None
-        if pool.size != full_pool.size:
+    pools = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
+    try:
+        if type(kvcache) is DeepSeekV4TokenToKVPool:
+            return [deepseek_v4.draft_memory(pool, kvcache) for pool in pools]
+        drafts = [attention_memory(pool, params.page_size) for pool in pools]
+    except RefusedError as error:
+        raise RefusedError(f"the draft model's KV: {error}") from None
+    size = getattr(kvcache, "full_kv_pool", kvcache).size
+    for pool in pools:
+        if pool.size != size:
             raise RefusedError(
-                f"the draft model's KV pool has {pool.size} token slots and the target's "
-                f"{full_pool.size}; tierd carries a draft that shares the target's"
+                f"the draft model's KV pool has {pool.size} token slots and the target's {size}; "
+                "tierd carries a draft that shares the target's"
             )
-        drafts.append(memory)
     return drafts
+
+
+def _with_draft(
+    target: PoolMemory, draft: PoolMemory, depth: int, *, last_layer: int
+) -> PoolMemory:
+    """A page of the target with that of the draft model of this depth.
+
+    A draft model reads its KV after the target has waited for all its layers, and its layers are
+    fewer; one that has more rides on the last.
+    """
+    placed = [
+        replace(region, layer=min(depth + region.layer, last_layer)) for region in draft.regions
+    ]
+    return PoolMemory([*target.regions, *placed], f"{target.format}, draft {draft.format}")
 
 
 def _check_window(kvcache: Any, params: Any) -> None:
     if kvcache.swa_req_ring_size is not None or kvcache.request_window is not None:
         raise RefusedError(
             "the sliding window's KV belongs to requests, not to the tree, which tierd does not "
-            "carry"
+            "carry; leave out --enable-encoder-swa-bounded-replay, and unset "
+            "SGLANG_HACK_FLASHMLA_BACKEND"
         )
     if kvcache.swa_uses_full_indices:
         raise RefusedError("the sliding window's KV has no slots of its own; tierd needs them")
     if params.decoder_swa_bounded_replay or not params.swa_gates_prefix_match:
         raise RefusedError(
             "the engine computes sliding windows again rather than keep them; "
-            "leave out --enable-decoder-swa-bounded-replay"
+            "add --no-enable-decoder-swa-bounded-replay"
         )
     if not params.swa_retain_window:
         raise RefusedError("the engine does not say how long its sliding window is")

@@ -6,9 +6,9 @@ beside them, and moving only what is familiar would corrupt KV silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
@@ -20,12 +20,15 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     MambaPool,
+    MHATokenToKOnlyPool,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
     MHATokenToKVPoolMXFP8,
+    MiniMaxSparseKVPool,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
 )
+from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
 
 from tierd.wire.errors import RefusedError
 
@@ -65,6 +68,11 @@ class PoolMemory:
     regions: Sequence[Region]
     format: str
 
+    def on(self, layers: Sequence[int] | Mapping[int, int]) -> PoolMemory:
+        """The same with other numbers for the layers: `layers[old]`."""
+        regions = [replace(region, layer=layers[region.layer]) for region in self.regions]
+        return PoolMemory(regions, self.format)
+
 
 def attention_memory(pool: Any, page_tokens: int) -> PoolMemory:
     """The tensors of a pool whose rows are token slots, or whole pages of them.
@@ -74,42 +82,40 @@ def attention_memory(pool: Any, page_tokens: int) -> PoolMemory:
 
     Raises: RefusedError: another class, layout or backing; names it and says what to change.
     """
+    if type(pool) is MiniMaxSparseKVPool:
+        return _minimax(pool, page_tokens)
     describe = _KNOWN.get(type(pool))
     if describe is None:
-        name = type(pool).__name__
-        raise RefusedError(f"the engine's KV pool is a {name}: {_why_not(name)}")
-    _check_backing(pool, page_tokens)
+        refuse_class(pool)
+    check_backing(pool)
+    if pool.page_size != page_tokens:
+        raise RefusedError(
+            f"the KV pool has pages of {pool.page_size} tokens and the tree of {page_tokens}; "
+            "tierd needs one page size for both"
+        )
     memory = describe(pool, page_tokens)
     rows = pool.size + pool.page_size
     for region in memory.regions:
         needed = rows // page_tokens if region.rows_are_pages else rows
         if len(region.tensor) < needed:
-            raise RefusedError(
-                f"a {type(pool).__name__} of {rows} token slots has a tensor of shape "
-                f"{tuple(region.tensor.shape)}; this SGLang lays it out in a way unknown to tierd"
-            )
+            refuse_shape(pool, region.tensor, f"{rows} token slots")
     return memory
 
 
 def state_memory(pool: Any) -> PoolMemory:
-    """The tensors of a Mamba pool, whose slots are states: temporal, then convolutions.
+    """The tensors of a Mamba pool, whose slots are states: temporal, then convolutions, then what
+    stands beside them in the same slots. Layers are the model's.
 
     What it keeps for speculation is work space, not part of a state.
 
-    Raises: RefusedError: another class, or something beside the states.
+    Raises: RefusedError: another class, or something unknown beside the states.
     """
     if type(pool) is not MambaPool:
         raise RefusedError(
             f"the engine's states are in a {type(pool).__name__}, which tierd does not know; "
             "leave out --enable-unified-memory"
         )
-    _check_allocator(pool, "the Mamba pool")
-    if pool._slot_siblings:
-        names = ", ".join(type(sibling).__name__ for sibling in pool._slot_siblings)
-        raise RefusedError(
-            f"the model has side states beside its Mamba states ({names}), which tierd does not "
-            "carry yet"
-        )
+    check_allocator(pool, "the Mamba pool")
     if pool.enable_linear_replayssm or pool.enable_linear_replayssm_spec:
         raise RefusedError(
             "tierd does not carry the replay buffers of Mamba states yet; leave out "
@@ -117,9 +123,80 @@ def state_memory(pool: Any) -> PoolMemory:
         )
     cache = pool.mamba_cache
     states = [state for state in (cache.temporal, *cache.conv) if state.numel()]
-    regions = [Region(rows, layer) for state in states for layer, rows in enumerate(state)]
-    shapes = ", ".join(f"{state.dtype} {tuple(state.shape[2:])}" for state in states)
-    return PoolMemory(regions, f"MambaPool {shapes}")
+    layers = pool.mamba_layer_ids
+    regions = [
+        Region(rows, layer) for state in states for layer, rows in zip(layers, state, strict=True)
+    ]
+    formats = [f"{state.dtype} {tuple(state.shape[2:])}" for state in states]
+    for side in pool._slot_siblings:
+        memory = _side_memory(side, first_layer=min(layers))
+        regions += memory.regions
+        formats.append(memory.format)
+    return PoolMemory(regions, f"MambaPool {', '.join(formats)}")
+
+
+def _side_memory(side: Any, first_layer: int) -> PoolMemory:
+    """A state that SGLang keeps in the same slots as those of a Mamba pool.
+
+    Args:
+        first_layer: The first with a Mamba state. What belongs to no layer is read once that one
+            is there (0.5.23, `HybridReqToTokenPool.get_ngram_context`).
+    """
+    if type(side) is ShortConvPool:
+        rows = side.conv_state
+        regions = [Region(rows[index], layer) for layer, index in side.layer_map.items()]
+    elif type(side) is NGramPool:
+        rows = side.context[None]
+        regions = [Region(side.context, first_layer)]
+    else:
+        raise RefusedError(
+            f"the model has a {type(side).__name__} beside its Mamba states, which tierd does not "
+            "know"
+        )
+    check_allocator(side, f"the {type(side).__name__}")
+    return PoolMemory(regions, f"{type(side).__name__} {rows.dtype} {tuple(rows.shape[2:])}")
+
+
+def refuse_class(pool: Any) -> NoReturn:
+    """Raises: RefusedError: naming the pool's class, and what is known of it."""
+    name = type(pool).__name__
+    raise RefusedError(f"the engine's KV pool is a {name}: {_why_not(name)}")
+
+
+def refuse_shape(pool: Any, tensor: torch.Tensor, rows: str) -> NoReturn:
+    """Raises: RefusedError: the pool should have so many rows, and the tensor has fewer."""
+    raise RefusedError(
+        f"a {type(pool).__name__} of {rows} has a tensor of shape {tuple(tensor.shape)}; "
+        "this SGLang lays it out in a way unknown to tierd"
+    )
+
+
+def check_backing(pool: Any) -> None:
+    """Raises: RefusedError: memory that another process cannot map, or that moves."""
+    if pool.post_capture_active:
+        raise RefusedError(
+            "the KV pool is backed after graph capture, by memory that CUDA IPC cannot share; "
+            "unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+        )
+    check_allocator(pool, "the KV pool")
+    if pool.layer_shard_enabled or pool.host_transfer_translate is not None:
+        raise RefusedError(
+            "the KV pool shards or relocates its layers; leave out --enable-unified-memory and "
+            "the flags that split KV by layer"
+        )
+
+
+def check_allocator(pool: Any, what: str) -> None:
+    """Raises: RefusedError: memory that does not come from the engine's usual allocator."""
+    if pool.enable_custom_mem_pool:
+        raise RefusedError(
+            f"{what} lies in a custom memory pool, which CUDA IPC cannot share; "
+            "unset SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+        )
+    if getattr(pool.memory_saver_adapter, "enabled", False):
+        raise RefusedError(
+            f"{what} can be unmapped by the memory saver; leave out --enable-memory-saver"
+        )
 
 
 def _mha(pool: Any, page_tokens: int) -> PoolMemory:
@@ -202,6 +279,30 @@ def _dsa(pool: Any, page_tokens: int) -> PoolMemory:
     )
 
 
+def _keys(pool: Any, page_tokens: int) -> PoolMemory:
+    """Per layer a K, and no V."""
+    regions = [Region(tensor, layer) for layer, tensor in enumerate(pool.k_buffer)]
+    return PoolMemory(regions, _kind(pool))
+
+
+def _minimax(pool: Any, page_tokens: int) -> PoolMemory:
+    """K and V of all layers, and in the sparse ones an indexer's keys, some with values."""
+    main = attention_memory(pool.main_pool, page_tokens)
+    regions = list(main.regions)
+    formats = [f"{type(pool).__name__} {main.format}"]
+    for part, places in (
+        (pool.index_kv_pool, pool.index_kv_layer_id_mapping),
+        (pool.index_k_pool, pool.index_k_layer_id_mapping),
+    ):
+        if part is None:
+            continue
+        layers = {index: layer - pool.start_layer for layer, index in places.items()}
+        memory = attention_memory(part, page_tokens)
+        regions += memory.on(layers).regions
+        formats.append(f"indexer {memory.format}")
+    return PoolMemory(regions, ", ".join(formats))
+
+
 _KNOWN: dict[type, Callable[[Any, int], PoolMemory]] = {
     MHATokenToKVPool: _mha,
     MHATokenToKVPoolFP4: _mha,
@@ -209,14 +310,13 @@ _KNOWN: dict[type, Callable[[Any, int], PoolMemory]] = {
     MLATokenToKVPool: _mla,
     MLATokenToKVPoolFP4: _mla,
     DSATokenToKVPool: _dsa,
+    MHATokenToKOnlyPool: _keys,
 }
 KNOWN_CLASSES = frozenset(_KNOWN)
 """The classes of KV pools that `attention_memory` can describe."""
 
 _WHY_NOT = {
     "NoOpMHATokenToKVPool": "it holds no KV",
-    "DeepSeekV4TokenToKVPool": "tierd does not carry DeepSeek-V4's compressed KV yet",
-    "MiniMaxSparseKVPool": "tierd does not carry MiniMax's sparse KV yet",
 }
 
 
@@ -231,35 +331,3 @@ def _why_not(name: str) -> str:
 def _kind(pool: Any) -> str:
     stored = "" if pool.store_dtype == pool.dtype else f" as {pool.store_dtype}"
     return f"{type(pool).__name__} {pool.dtype}{stored}"
-
-
-def _check_backing(pool: Any, page_tokens: int) -> None:
-    """Refuse memory that another process cannot map, or that moves."""
-    if pool.post_capture_active:
-        raise RefusedError(
-            "the KV pool is backed after graph capture, by memory that CUDA IPC cannot share; "
-            "unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-        )
-    _check_allocator(pool, "the KV pool")
-    if pool.layer_shard_enabled or pool.host_transfer_translate is not None:
-        raise RefusedError(
-            "the KV pool shards or relocates its layers; leave out --enable-unified-memory and "
-            "the flags that split KV by layer"
-        )
-    if pool.page_size != page_tokens:
-        raise RefusedError(
-            f"the KV pool has pages of {pool.page_size} tokens and the tree of {page_tokens}; "
-            "tierd needs one page size for both"
-        )
-
-
-def _check_allocator(pool: Any, what: str) -> None:
-    if pool.enable_custom_mem_pool:
-        raise RefusedError(
-            f"{what} lies in a custom memory pool, which CUDA IPC cannot share; "
-            "unset SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
-        )
-    if getattr(pool.memory_saver_adapter, "enabled", False):
-        raise RefusedError(
-            f"{what} can be unmapped by the memory saver; leave out --enable-memory-saver"
-        )

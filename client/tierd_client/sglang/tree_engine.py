@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from tierd_client.sglang.imports import load_sglang
-from tierd_client.sglang.tree_pools import EngineShape, TreePools, chain_states
+from tierd_client.sglang.tree_pools import EngineShape, TreePools
+from tierd_client.sglang.tree_rows import chain_states
 
 _DEFAULT_SHAPE = EngineShape()
 
@@ -324,24 +325,16 @@ class TreeEngine:
         slots = row[:end].to(torch.int64)
         chain = chain_states(running.tokens[:end], self.weights_version)
         checked = wrong = 0
-        for layer in range(self.shape.layers):
-            role = self.shape.role(layer)
-            for rows in self.pools.tensors(layer):
-                if role == "state":
-                    slot = running.req.kv.mamba_pool_idx.reshape(1).to(torch.int64)
-                    differing, size = rows.compare(slot[: min(start, 1)], chain[start - 1 : start])
-                    rows.write(slot, chain[-1:])
-                else:
-                    first = max(0, start - self.shape.window) if role == "swa" else 0
-                    own = self.pools.slots_in(role, slots)
-                    differing, size = rows.compare(own[first:start], chain[first:start])
-                    rows.write(own[start:], chain[start:])
-                checked += size
-                wrong += differing
-        # A draft model waits for nothing: it reads after the target has waited for every layer.
-        for rows in self.pools.draft_tensors():
-            differing, size = rows.compare(slots[:start], chain[:start])
-            rows.write(slots[start:], chain[start:])
+        for rows in self.pools.kept():
+            if rows.role == "state":
+                slot = running.req.kv.mamba_pool_idx.reshape(1).to(torch.int64)
+                differing, size = rows.compare(slot[: min(start, 1)], chain[start - 1 : start])
+                rows.write(slot, chain[-1:])
+            else:
+                first = max(0, start - self.shape.window) if rows.role == "swa" else 0
+                own = self.pools.slots_in(rows.role, slots)
+                differing, size = rows.compare(own[first:start], chain[first:start])
+                rows.write(own[start:], chain[start:])
             checked += size
             wrong += differing
         return checked, wrong

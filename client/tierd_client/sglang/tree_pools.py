@@ -1,28 +1,29 @@
 """SGLang's pools and allocators of small models of every kind, and what their memory must hold.
 
-A layer has full attention, a sliding window or a recurrent state. What it keeps of a token is a
-fixed function of the tokens up to it, of the layer and of the weights' version, so that every byte
-can be checked, and one from another place or another context is wrong.
+A layer has full attention, a sliding window or a recurrent state; in DeepSeek-V4 it has a window,
+and most have compressed KV beside it.
 """
 
 from __future__ import annotations
 
-import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-U8 = npt.NDArray[np.uint8]
-U64 = npt.NDArray[np.uint64]
+from tierd_client.sglang.tree_deepseek_v4 import (
+    COMPRESSED,
+    compressed_kv,
+    compressed_rows,
+    window_kv,
+    window_rows,
+)
+from tierd_client.sglang.tree_rows import Role, Rows
 
-Kind = Literal["mha", "hnd", "fp4", "mxfp8", "mla", "dsa"]
-Role = Literal["full", "swa", "state"]
+Kind = Literal["mha", "hnd", "fp4", "mxfp8", "mla", "dsa", "minimax", "dsv4", "dsv41"]
 
 _SCALED: dict[Kind, Callable[[types.SimpleNamespace], Any]] = {
     "fp4": lambda sg: sg.MHATokenToKVPoolFP4,
@@ -38,11 +39,15 @@ class EngineShape:
         pool_tokens: A multiple of `page_tokens`.
         core: SGLang's tree core, "python" or "rust".
         kind: What attention keeps: K and V of heads by token; the same with a page's heads first;
-            both in four or eight bits with scales; one latent row; or that beside an indexer's
-            keys (pages of 64 tokens).
+            both in four or eight bits with scales; one latent row; that beside an indexer's keys
+            (pages of 64 tokens); K and V beside an indexer's in some layers; or compressed KV as
+            DeepSeek-V4 and V4.1 have it, beside a window in each layer (`window` says how long;
+            pages of 256 tokens).
         window: Tokens of a sliding window; with 0 no layer has one.
         window_pool_tokens: 0 is as many as `pool_tokens`.
         states: Slots for recurrent states; with 0 no layer has one. Needs pages of one token.
+        side_states: Beside those, layers of full attention have a short convolution, and the model
+            a context of n-grams.
         draft_layers: Layers of a draft model that keeps K and V in the same token slots.
         requests: How many can run at once.
         device: Where the pools lie, in torch's words.
@@ -58,6 +63,7 @@ class EngineShape:
     window: int = 0
     window_pool_tokens: int = 0
     states: int = 0
+    side_states: bool = False
     draft_layers: int = 0
     requests: int = 16
     device: str = "cpu"
@@ -77,44 +83,6 @@ class EngineShape:
     @property
     def windows_tokens(self) -> int:
         return self.window_pool_tokens or self.pool_tokens
-
-
-class Rows(NamedTuple):
-    """What one layer keeps of tokens in one tensor.
-
-    `tensor`: shape (token slots, ...), or with `page_tokens` (pages, heads, page_tokens, ...).
-    `number`: unlike that of any other tensor of the engine.
-    """
-
-    tensor: torch.Tensor
-    number: int
-    page_tokens: int = 0
-
-    def write(self, slots: torch.Tensor, states: U64) -> None:
-        """Store what these slots must hold."""
-        memory = self.tensor.view(torch.uint8)
-        shape = memory[self._at(slots[:1])].shape[1:]
-        rows = torch.from_numpy(token_rows(states, self.number, math.prod(shape)))
-        memory[self._at(slots)] = rows.reshape(-1, *shape).to(memory.device)
-
-    def spoil(self, slots: torch.Tensor) -> None:
-        """Leave nothing right in these slots."""
-        self.tensor.view(torch.uint8)[self._at(slots)] = 0xA5
-
-    def compare(self, slots: torch.Tensor, states: U64) -> tuple[int, int]:
-        """Bytes that differ from what these slots must hold, and bytes read."""
-        if not len(slots):
-            return 0, 0
-        memory = self.tensor.view(torch.uint8)
-        found = memory[self._at(slots)].reshape(len(slots), -1).cpu().numpy()
-        want = token_rows(states, self.number, found.shape[1])
-        same = np.array_equal(found, want)
-        return 0 if same else int(np.count_nonzero(found != want)), found.size
-
-    def _at(self, slots: torch.Tensor) -> tuple[Any, ...]:
-        if not self.page_tokens:
-            return (slots,)
-        return (slots // self.page_tokens, slice(None), slots % self.page_tokens)
 
 
 class TreePools:
@@ -194,17 +162,12 @@ class TreePools:
             slots: The token slots that it fills.
             kv: The request's `ReqKvInfo`.
         """
-        for layer in range(self.shape.layers):
-            role = self.shape.role(layer)
-            if role == "state":
-                filled = kv.mamba_pool_idx.reshape(1).to(torch.int64)
-            else:
-                filled = self.slots_in(role, slots)
-                filled = filled[filled > 0]  # no slot: it has left the window
-            for rows in self.tensors(layer):
-                rows.spoil(filled)
-        for rows in self.draft_tensors():
-            rows.spoil(slots)
+        window = self.slots_in("swa", slots) if self.shape.window else slots
+        filled = {"full": slots, "swa": window[window > 0]}  # no slot: it has left the window
+        if self.shape.states:
+            filled["state"] = kv.mamba_pool_idx.reshape(1).to(torch.int64)
+        for rows in self.kept():
+            rows.spoil(filled[rows.role])
 
     def start_states(self, kv: Any) -> None:
         """Bring a request's state to where its prefix ends, as a batch does before its forward
@@ -223,60 +186,64 @@ class TreePools:
 
     # --- contents ---------------------------------------------------------------------------
 
-    def tensors(self, layer: int) -> list[Rows]:
-        """What a layer reads and writes, once it is there: SGLang's accessors wait for it."""
-        role = self.shape.role(layer)
-        number = 16 * layer
-        if role == "state":
-            index = self.requests.mamba2_layer_index(layer)
-            cache = self.requests.mamba_pool.mamba_cache
-            states = [cache.temporal[index], *(conv[index] for conv in cache.conv)]
-            return [Rows(tensor, number + n) for n, tensor in enumerate(states)]
-        if self.shape.kind in _SCALED:
+    def kept(self) -> Iterator[Rows]:
+        """What a forward pass reads and writes: layer by layer, each once it is there, as SGLang's
+        accessors wait for it; then the draft model's, which waits for nothing, because the target
+        has waited for every layer."""
+        for number, rows in enumerate(self._in_turn()):
+            yield replace(rows, number=number)
+
+    def _in_turn(self) -> Iterator[Rows]:
+        for layer in range(self.shape.layers):
+            role = self.shape.role(layer)
+            yield from self._states(layer) if role == "state" else self._attention(layer, role)
+            if self.shape.side_states:
+                yield from self._side_states(layer)
+        for draft in self.drafts:
+            if self.shape.kind in COMPRESSED:
+                yield from window_rows(draft)
+            else:
+                yield from map(Rows, (*draft.k_buffer, *draft.v_buffer))
+
+    def _attention(self, layer: int, role: Role) -> list[Rows]:
+        kind = self.shape.kind
+        if kind in COMPRESSED:
+            return compressed_rows(self.kv, layer)
+        if kind in _SCALED:
             # The accessors hand out copies in full width, after the same wait.
             self.kv.layer_transfer_counter.wait_until(layer)
             sides = ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")
-            tensors = [getattr(self.kv, side)[layer] for side in sides]
-            return [Rows(tensor, number + n) for n, tensor in enumerate(tensors)]
-        if self.shape.kind in ("mla", "dsa"):
-            latent = Rows(self.kv.get_key_buffer(layer), number)
-            if self.shape.kind == "mla":
+            return [Rows(getattr(self.kv, side)[layer]) for side in sides]
+        if kind in ("mla", "dsa"):
+            latent = Rows(self.kv.get_key_buffer(layer), role)
+            if kind == "mla":
                 return [latent]
             pages = self.kv.get_index_k_with_scale_buffer(layer)
             keys = pages.view(len(pages), 1, self.shape.page_tokens, -1)
-            return [latent, Rows(keys, number + 1, self.shape.page_tokens)]
-        page_tokens = self.shape.page_tokens if self.shape.kind == "hnd" else 0
+            return [latent, Rows(keys, role, self.shape.page_tokens)]
+        page_tokens = self.shape.page_tokens if kind == "hnd" else 0
+        kept = [Rows(tensor, role, page_tokens) for tensor in self.kv.get_kv_buffer(layer)]
+        if layer in _indexed(self.shape):
+            kept.append(Rows(self.kv.get_index_k_buffer(layer)))
+            if layer in self.kv.index_kv_layer_id_mapping:
+                kept.append(Rows(self.kv.get_index_kv_buffer(layer)[1]))
+        return kept
+
+    def _states(self, layer: int) -> list[Rows]:
+        index = self.requests.mamba2_layer_index(layer)
+        cache = self.requests.mamba_pool.mamba_cache
         return [
-            Rows(tensor, number + n, page_tokens)
-            for n, tensor in enumerate(self.kv.get_kv_buffer(layer))
+            Rows(tensor, "state")
+            for tensor in (cache.temporal[index], *(conv[index] for conv in cache.conv))
         ]
 
-    def draft_tensors(self) -> list[Rows]:
-        """What a draft model reads and writes of the same tokens."""
-        number = 16 * self.shape.layers
-        tensors = [tensor for draft in self.drafts for tensor in (*draft.k_buffer, *draft.v_buffer)]
-        return [Rows(tensor, number + n) for n, tensor in enumerate(tensors)]
-
-
-def chain_states(tokens: Sequence[int], weights_version: int) -> U64:
-    """A number for each token that depends on all tokens up to it. Shape: (len(tokens),)."""
-
-    def chain() -> Iterator[int]:
-        state = weights_version + 1
-        for token in tokens:
-            state = ((state ^ token) * 0x9E3779B97F4A7C15 + 1) & 0xFFFFFFFFFFFFFFFF
-            state ^= state >> 29
-            yield state
-
-    return np.fromiter(chain(), np.uint64, len(tokens))
-
-
-def token_rows(states: U64, number: int, row_bytes: int) -> U8:
-    """What tensor `number` must hold for these tokens. Shape: (len(states), row_bytes)."""
-    words = np.arange(1, -(-row_bytes // 8) + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (states + np.uint64(number))[:, None] * (words | np.uint64(1))
-    mixed ^= mixed >> np.uint64(31)
-    return np.ascontiguousarray(mixed.view(np.uint8)[:, :row_bytes])
+    def _side_states(self, layer: int) -> list[Rows]:
+        if layer in self.requests.short_conv_pool.layer_map:
+            return [Rows(self.requests.short_conv_layer_cache(layer), "state")]
+        if layer == min(self.requests.mamba_map):
+            # Handed out as a copy, once this layer's state is there.
+            return [Rows(self.requests.ngram_pool.context, "state")]
+        return []
 
 
 def _requests(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
@@ -298,8 +265,14 @@ def _requests(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
         state_size=32,
         conv_kernel=4,
     )
+    side_states = {
+        "short_conv_layer_ids": shape.layers_with("full"),
+        "short_conv_state_shape": (shape.head_dim, 3),
+        "ngram_context_len": 2,
+    }
     return sg.HybridReqToTokenPool(
         **sizes,
+        **(side_states if shape.side_states else {}),
         mamba_size=shape.states,
         mamba_spec_state_size=shape.requests,
         cache_params=sg.Mamba2CacheParams(shape=state, layers=layers),
@@ -317,6 +290,8 @@ def _kv(sg: types.SimpleNamespace, shape: EngineShape, requests: Any) -> Any:
         "enable_memory_saver": False,
     }
     heads = {"head_num": shape.heads, "head_dim": shape.head_dim}
+    if shape.kind in COMPRESSED:
+        return compressed_kv(sg, shape)
     latent = {"kv_lora_rank": shape.heads * shape.head_dim, "qk_rope_head_dim": shape.head_dim}
     if shape.window:
         return sg.SWAKVPool(
@@ -345,11 +320,30 @@ def _kv(sg: types.SimpleNamespace, shape: EngineShape, requests: Any) -> Any:
             index_head_dim=128,
             index_buf_size=shape.pool_tokens,
         )
+    if shape.kind == "minimax":
+        indexed = _indexed(shape)
+        return sg.MiniMaxSparseKVPool(
+            **sizes,
+            **heads,
+            idx_head_dim=shape.head_dim,
+            dense_layer_ids=[layer for layer in range(shape.layers) if layer not in indexed],
+            sparse_layer_ids=indexed,
+            disable_value_sparse_layer_ids=indexed[::2],
+            start_layer=0,
+            end_layer=shape.layers,
+        )
     pool = _SCALED[shape.kind](sg) if shape.kind in _SCALED else sg.MHATokenToKVPool
     return pool(**sizes, **heads, layer_num=shape.layers)
 
 
+def _indexed(shape: EngineShape) -> list[int]:
+    """The layers with an indexer's keys beside K and V; all but the first."""
+    return list(range(1, shape.layers)) if shape.kind == "minimax" else []
+
+
 def _draft(sg: types.SimpleNamespace, shape: EngineShape) -> Any:
+    if shape.kind in COMPRESSED:
+        return window_kv(sg, shape)
     return sg.MHATokenToKVPool(
         size=shape.pool_tokens,
         page_size=shape.page_tokens,
