@@ -158,7 +158,7 @@ class OneProcess:
         while quiet < 20:
             self.turn()
             busy = any(copier.jobs for copier in self.copiers) or any(
-                group.heals or (group.sequencer and group.sequencer.waiting)
+                group.heals or group.undecided or group.placing
                 for group in self.state.groups.values()
             )
             quiet = 0 if busy else quiet + 1

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,15 +16,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tierd.control.backups import (
     Backup,
     Backups,
-    Copy,
     NoRoomError,
     Offer,
     OfferPart,
+    Piece,
+    Placement,
     Sequencer,
     Writers,
     runs,
 )
 from tierd.control.catalog import PagePool
+from tierd.control.keys import MISSING, Keys
 from tierd.eviction.policy import Slots
 from tierd.wire import limits
 from tierd.wire.geometry import host_layout
@@ -37,9 +40,12 @@ class Headers:
     def __init__(self) -> None:
         self.state: dict[int, str] = defaultdict(lambda: "free")
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
-        assert self.state[slot] == "free"
-        self.state[slot] = "writing"
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        for slot in slots.tolist():
+            assert self.state[slot] == "free"
+            self.state[slot] = "writing"
 
     def committed(self, slots: Slots) -> None:
         for slot in slots.tolist():
@@ -65,13 +71,13 @@ def make_pool(slots: int, name: str = "kv") -> PagePool:
 
 def offer(*chain: int, first: int = 0, epoch: str = "", ring: int = 0, pool: str = "kv") -> Offer:
     """The pages of a chain from page `first` on."""
-    names = tuple(key(chain[: i + 1]) for i in range(first, len(chain)))
+    names = Keys.of(key(chain[: i + 1]) for i in range(first, len(chain)))
     return Offer(epoch, (OfferPart(pool, names, ring),), 1, 0, key(chain[:first]) if first else b"")
 
 
 def committed(pool: PagePool, *chain: int) -> int:
     """How many leading pages of a chain a lookup would find."""
-    return len(pool.prefix([key(chain[: i + 1]) for i in range(len(chain))]))
+    return len(pool.prefix(Keys.of(key(chain[: i + 1]) for i in range(len(chain)))))
 
 
 class Engine:
@@ -84,18 +90,42 @@ class Engine:
             ranks, Writers() if writers is None else writers, lambda s, k: self.acked.append((s, k))
         )
         self._seq = 0
+        self.decided = Backup(0, self.backups)
 
-    def decide(self, one: Offer) -> tuple[Backup, list[Copy]]:
+    def decide(self, one: Offer) -> list[Piece]:
+        """What is to be copied of an offer; `decided` is then its backup."""
         seq, self._seq = self._seq, self._seq + 1
-        return self.backups.decide(seq, one, [self.pool], seq + 1)
+        placement = self.backups.begin(seq, one, [self.pool], seq + 1)
+        self.decided = placement.backup
+        return place(placement)
+
+    def copy_prefix(self, backup: Backup, one: Offer) -> tuple[Backup, list[Piece]]:
+        placement = self.backups.begin_prefix(backup, one, [self.pool], 9)
+        return placement.backup, place(placement)
 
     def shed(self) -> None:
         seq, self._seq = self._seq, self._seq + 1
         self.backups.shed(seq)
 
-    def copied(self, backup: Backup, *ranks: bool) -> None:
+    def copied(self, pieces: list[Piece], *ranks: bool) -> None:
         for ok in ranks:
-            self.backups.copied(backup, ok)
+            for piece in pieces:
+                self.backups.copied(piece, ok)
+
+
+def place(placement: Placement) -> list[Piece]:
+    """Give all pages of a backup their slots, and return what is to be copied."""
+    pieces = []
+    while not placement.done:
+        piece = placement.backup.owner.place(placement)
+        if piece is not None:
+            pieces.append(piece)
+    return pieces
+
+
+def pages(pieces: list[Piece]) -> list[int]:
+    """Which pages of their parts are to be copied."""
+    return [page for piece in pieces for page in piece.pages.tolist()]
 
 
 # --- the order of reports ---------------------------------------------------------------------
@@ -192,8 +222,8 @@ def test_numbers_that_are_given_up_do_not_come_back() -> None:
 
 def test_a_page_is_visible_and_acked_when_the_last_rank_has_it() -> None:
     engine = Engine(make_pool(8))
-    backup, (copy,) = engine.decide(offer(1, 2, 3))
-    assert copy.pages.tolist() == [0, 1, 2]
+    backup = engine.decide(offer(1, 2, 3))
+    assert pages(backup) == [0, 1, 2]
     engine.copied(backup, True)
     assert committed(engine.pool, 1, 2, 3) == 0
     assert engine.acked == []
@@ -204,9 +234,9 @@ def test_a_page_is_visible_and_acked_when_the_last_rank_has_it() -> None:
 
 def test_acks_come_in_order_although_copies_do_not() -> None:
     engine = Engine(make_pool(8))
-    first, _ = engine.decide(offer(1))
+    first = engine.decide(offer(1))
     engine.shed()
-    third, _ = engine.decide(offer(2))
+    third = engine.decide(offer(2))
     engine.copied(third, True, True)
     assert engine.acked == []
     engine.copied(first, True, True)
@@ -216,12 +246,12 @@ def test_acks_come_in_order_although_copies_do_not() -> None:
 
 def test_pages_that_are_here_are_not_copied_again() -> None:
     engine = Engine(make_pool(8))
-    backup, _ = engine.decide(offer(1, 2))
+    backup = engine.decide(offer(1, 2))
     engine.copied(backup, True, True)
-    backup, (copy,) = engine.decide(offer(1, 2, 3))
-    assert copy.pages.tolist() == [2]
+    backup = engine.decide(offer(1, 2, 3))
+    assert pages(backup) == [2]
     engine.copied(backup, True, True)
-    _, copies = engine.decide(offer(1, 2, 3))
+    copies = engine.decide(offer(1, 2, 3))
     assert copies == []
     assert engine.acked == [(0, True), (1, True), (2, True)]
     assert engine.pool.pages == 3
@@ -231,9 +261,9 @@ def test_pages_that_are_here_are_not_copied_again() -> None:
 def test_a_page_in_flight_for_somebody_else_is_waited_for(ok: bool) -> None:
     pool, writers = make_pool(8), Writers()
     writer, waiter = Engine(pool, writers), Engine(pool, writers)
-    theirs, _ = writer.decide(offer(1, 2))
-    mine, (copy,) = waiter.decide(offer(1, 2, 3))
-    assert copy.pages.tolist() == [2]
+    theirs = writer.decide(offer(1, 2))
+    mine = waiter.decide(offer(1, 2, 3))
+    assert pages(mine) == [2]
     waiter.copied(mine, True, True)
     assert waiter.acked == [], "its beginning is not here yet"
     writer.copied(theirs, True, ok)
@@ -246,9 +276,9 @@ def test_a_page_in_flight_for_somebody_else_is_waited_for(ok: bool) -> None:
 def test_whoever_waits_for_a_waiter_hears_of_a_failure_too() -> None:
     pool, writers = make_pool(8), Writers()
     a, b, c = (Engine(pool, writers) for _ in range(3))
-    first, _ = a.decide(offer(1))
-    second, _ = b.decide(offer(1, 2))
-    third, _ = c.decide(offer(1, 2, 3))
+    first = a.decide(offer(1))
+    second = b.decide(offer(1, 2))
+    third = c.decide(offer(1, 2, 3))
     c.copied(third, True, True)
     b.copied(second, True, True)
     a.copied(first, False, False)
@@ -260,25 +290,26 @@ def test_two_backups_that_wait_for_each_others_pages_are_both_acked(ok: bool) ->
     """One has lost its prefix, which the other is writing, whose rest the first is writing."""
     pool, writers = make_pool(8), Writers()
     a, b = Engine(pool, writers, ranks=1), Engine(pool, writers, ranks=1)
-    tail, _ = a.decide(offer(1, 2, first=1))
-    assert a.backups.await_prefix(tail)
-    whole, (copy,) = b.decide(offer(1, 2))
-    assert copy.pages.tolist() == [0], "the second page is on its way"
-    prefix, copies = a.backups.copy_prefix(tail, offer(1), [pool], 9)
+    tail = a.decide(offer(1, 2, first=1))
+    waits = a.decided
+    assert a.backups.await_prefix(waits)
+    whole = b.decide(offer(1, 2))
+    assert pages(whole) == [0], "the second page is on its way"
+    prefix, copies = a.copy_prefix(waits, offer(1))
     assert copies == [], "the first page is on its way"
     a.copied(tail, ok)
     b.copied(whole, True)
     assert a.acked == [(0, ok)]
     assert b.acked == [(0, ok)]
-    assert prefix.result is ok
+    assert prefix.result is True, "its page has landed, whatever became of those behind it"
     assert len(writers) == 0
 
 
 def test_a_prefix_that_names_the_pages_behind_it_delays_no_ack() -> None:
     engine = Engine(make_pool(8), ranks=1)
-    tail, _ = engine.decide(offer(1, 2, first=1))
-    assert engine.backups.await_prefix(tail)
-    prefix, _ = engine.backups.copy_prefix(tail, offer(1, 2), [engine.pool], 9)
+    tail = engine.decide(offer(1, 2, first=1))
+    assert engine.backups.await_prefix(engine.decided)
+    _, prefix = engine.copy_prefix(engine.decided, offer(1, 2))
     engine.copied(prefix, True)
     engine.copied(tail, True)
     assert engine.acked == [(0, True)]
@@ -286,7 +317,7 @@ def test_a_prefix_that_names_the_pages_behind_it_delays_no_ack() -> None:
 
 def test_slots_of_a_failed_copy_are_kept_until_every_rank_has_retired_it() -> None:
     engine = Engine(make_pool(2))
-    backup, _ = engine.decide(offer(1, 2))
+    backup = engine.decide(offer(1, 2))
     engine.copied(backup, False)
     assert engine.pool.free_slots == 0, "the other rank may still write to them"
     engine.copied(backup, True)
@@ -296,17 +327,17 @@ def test_slots_of_a_failed_copy_are_kept_until_every_rank_has_retired_it() -> No
 
 def test_a_page_whose_copy_failed_can_be_offered_again() -> None:
     engine = Engine(make_pool(4))
-    backup, _ = engine.decide(offer(1))
+    backup = engine.decide(offer(1))
     engine.copied(backup, False, True)
-    backup, copies = engine.decide(offer(1))
-    assert len(copies) == 1
+    backup = engine.decide(offer(1))
+    assert len(backup) == 1
     engine.copied(backup, True, True)
     assert engine.acked == [(0, False), (1, True)]
 
 
 def test_without_room_nothing_changes() -> None:
     engine = Engine(make_pool(2))
-    backup, _ = engine.decide(offer(1))
+    backup = engine.decide(offer(1))
     with pytest.raises(NoRoomError) as lack:
         engine.decide(offer(7, 8, 9))
     assert (lack.value.pool, lack.value.missing) == (engine.pool, 2)
@@ -323,16 +354,19 @@ def test_a_backup_of_several_pools_is_kept_in_all_or_in_none() -> None:
     backups = Backups(1, Writers(), lambda seq, kept: acked.append((seq, kept)))
     parts = (*offer(1, 2).parts, *offer(2, pool="swa").parts)
     both = Offer("", parts, 1, 0, b"")
-    backup, copies = backups.decide(0, both, [kv, swa], 1)
+    copies = place(backups.begin(0, both, [kv, swa], 1))
     assert [(copy.part, copy.pool.name) for copy in copies] == [(0, "kv"), (1, "swa")]
-    backups.copied(backup, False)
+    for copy in copies:
+        backups.copied(copy, False)
     assert (kv.pages, swa.pages) == (0, 0)
     assert acked == [(0, False)]
     full = make_pool(1, "swa")
-    full.reserve([key((9,))], b"", [None], 1)
+    full.reserve(Keys(key((9,))), b"", np.array([MISSING]), 1)
+    placement = backups.begin(1, both, [kv, full], 2)
     with pytest.raises(NoRoomError):
-        backups.decide(1, both, [kv, full], 2)
-    assert kv.free_slots == 4
+        place(placement)
+    backups.give_up(placement.backup)
+    assert len(acked) == 1, "not before its copies so far are off the wire"
 
 
 def test_results_travel_as_runs_that_a_message_can_hold() -> None:
@@ -366,7 +400,7 @@ class Interleavings(RuleBasedStateMachine):
         self.reported = [[0, 0], [0, 0]]
         self.sequencers = [Sequencer({0: 0, 1: 0}, TIMEOUT_S) for _ in range(2)]
         self.answered: list[list[int]] = [[], []]
-        self.in_flight: list[deque[tuple[Backup, int]]] = [deque(), deque()]
+        self.in_flight: list[deque[Piece]] = [deque(), deque()]
         self.decided: list[set[int]] = [set(), set()]
         self.evicted: set[bytes] = set()
         self.backups = [Backups(2, self.writers, self._acker(group)) for group in range(2)]
@@ -382,7 +416,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def committed(self) -> set[bytes]:
         every = {name for offers in self.offers for one in offers for name in one.parts[0].keys}
-        return {name for name in every if len(self.pool.prefix([name]))}
+        return {name for name in every if len(self.pool.prefix(Keys(name)))}
 
     @rule(group=GROUPS, chain=CHAINS)
     def a_node_is_offered(self, group: int, chain: tuple[int, ...]) -> None:
@@ -414,14 +448,14 @@ class Interleavings(RuleBasedStateMachine):
         else:
             self.tick += 1
             before = self.pool.free_slots
+            placement = self.backups[group].begin(seq, offers[0], [self.pool], self.tick)
             try:
-                backup, copies = self.backups[group].decide(seq, offers[0], [self.pool], self.tick)
+                pieces = place(placement)
             except NoRoomError:
                 assert self.pool.free_slots == before
-                self.backups[group].shed(seq)
+                self.backups[group].give_up(placement.backup)
             else:
-                if copies:
-                    self.in_flight[group].extend([(backup, 0), (backup, 1)])
+                self.in_flight[group].extend(2 * pieces)
         self.sequencers[group].decided(seq)
         self.decided[group].add(seq)
 
@@ -429,9 +463,9 @@ class Interleavings(RuleBasedStateMachine):
     @rule(group=GROUPS, ok=st.booleans(), at=st.integers(0, 7))
     def a_copy_retires(self, group: int, ok: bool, at: int) -> None:
         flying = self.in_flight[group] or self.in_flight[1 - group]
-        backup, _ = flying[at % len(flying)]
+        piece = flying[at % len(flying)]
         del flying[at % len(flying)]
-        backup.owner.copied(backup, ok)
+        piece.owner.copied(piece, ok)
 
     @rule(count=st.integers(1, 3))
     def pages_are_evicted(self, count: int) -> None:
@@ -446,9 +480,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
-        writing = sum(
-            backup.pages for flying in self.in_flight for backup in {b for b, _ in flying}
-        )
+        writing = sum(len(piece.slots) for flying in self.in_flight for piece in set(flying))
         assert self.pool.pages + writing + self.pool.free_slots == self.pool.capacity
         assert len(self.writers) == writing
         assert sum(b.pages_in_flight for b in self.backups) == writing
@@ -476,6 +508,6 @@ TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, d
 
 def test_slots_given_to_a_copy_are_where_its_keys_are_found() -> None:
     engine = Engine(make_pool(8))
-    _, (copy,) = engine.decide(offer(1, 2, 3))
+    (copy,) = engine.decide(offer(1, 2, 3))
     found = [engine.pool.find(key((1, 2, 3)[: i + 1])) for i in range(3)]
     assert np.array_equal(copy.slots, found)

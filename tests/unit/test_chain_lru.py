@@ -6,16 +6,19 @@ import hashlib
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierd.control.catalog import PagePool
+from tierd.control.keys import MISSING, Keys
 from tierd.eviction import ChainLru
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
 from tierd.wire.geometry import host_layout
+from tierd.wire.limits import KEY_BYTES
 
 CHUNK = 8
 
@@ -27,9 +30,13 @@ class Records:
         self.state: dict[int, str] = {}
         self.keys: dict[int, bytes] = {}
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
-        assert self.state.get(slot, "free") == "free"
-        self.state[slot], self.keys[slot] = "writing", key
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        assert len(keys) == len(parents) == KEY_BYTES * len(flags)
+        for slot, key in zip(slots.tolist(), Keys(keys), strict=True):
+            assert self.state.get(slot, "free") == "free"
+            self.state[slot], self.keys[slot] = "writing", key
 
     def committed(self, slots: Slots) -> None:
         for slot in slots.tolist():
@@ -46,8 +53,8 @@ def key(chain: tuple[int, ...]) -> bytes:
     return hashlib.sha256(bytes(chain)).digest()
 
 
-def keys(chain: tuple[int, ...], first: int = 0) -> list[bytes]:
-    return [key(chain[: i + 1]) for i in range(first, len(chain))]
+def keys(chain: tuple[int, ...], first: int = 0) -> Keys:
+    return Keys.of(key(chain[: i + 1]) for i in range(first, len(chain)))
 
 
 def make_pool(
@@ -70,9 +77,9 @@ def store(
     names = keys(chain, first)
     if first and parent == b"":
         parent = key(chain[:first])
-    known = [pool.find(name) for name in names]
+    known = pool.find_all(names)
     slots = pool.reserve(names, parent, known, now)
-    pool.commit(slots[[slot is None for slot in known]])
+    pool.commit(slots[known == MISSING])
     return slots
 
 
@@ -131,7 +138,7 @@ def test_a_held_page_and_all_before_it_stay() -> None:
 def test_a_page_being_written_is_found_and_not_visible() -> None:
     pool, _ = make_pool(1)
     names = keys((1, 2))
-    slots = pool.reserve(names, b"", [None, None], 1)
+    slots = pool.reserve(names, b"", np.full(2, MISSING), 1)
     assert pool.find(names[0]) == slots[0]
     assert len(pool.prefix(names)) == 0
     assert pool.evict(5) == 0
@@ -155,8 +162,8 @@ def test_a_chunk_goes_with_all_that_follows_its_pages() -> None:
 def test_keys_that_claim_to_follow_each_other_in_a_ring_do_not_stop_eviction() -> None:
     pool, _ = make_pool(1)
     a, b = key((1,)), key((2,))
-    pool.commit(pool.reserve([a], b, [None], 1))
-    pool.commit(pool.reserve([b], a, [None], 2))
+    pool.commit(pool.reserve(Keys(a), b, np.array([MISSING]), 1))
+    pool.commit(pool.reserve(Keys(b), a, np.array([MISSING]), 2))
     assert pool.evict(5) == 2
     assert pool.free_slots == CHUNK
 
@@ -164,7 +171,7 @@ def test_keys_that_claim_to_follow_each_other_in_a_ring_do_not_stop_eviction() -
 def test_the_leaf_list_does_not_grow_with_use() -> None:
     policy = ChainLru()
     policy.grow(4)
-    policy.insert(0, NO_PARENT, 1)
+    policy.insert(np.array([0]), NO_PARENT, 1)
     for _ in range(5000):
         policy.orphan(0)
         policy.evict(1, lambda _: False, lambda _: None)
@@ -193,16 +200,16 @@ class IndexMachine(RuleBasedStateMachine):
     def begin(self, chain: tuple[int, ...], first: int, told: bool) -> None:
         first = min(first, len(chain) - 1)
         names = keys(chain, first)
-        known = [self.pool.find(name) for name in names]
-        missing = sum(slot is None for slot in known)
+        known = self.pool.find_all(names)
+        missing = int((known == MISSING).sum())
         if missing > self.pool.free_slots:
             self.pool.evict(missing - self.pool.free_slots)
-            known = [self.pool.find(name) for name in names]
-            if sum(slot is None for slot in known) > self.pool.free_slots:
+            known = self.pool.find_all(names)
+            if (known == MISSING).sum() > self.pool.free_slots:
                 return
         parent = (key(chain[:first]) if first else b"") if told else None
         slots = self.pool.reserve(names, parent, known, self.tick())
-        fresh = slots[[slot is None for slot in known]]
+        fresh = slots[known == MISSING]
         if len(fresh):
             self.writing.append(fresh)
 
@@ -290,12 +297,10 @@ def test_eviction_never_leaves_a_hole(policy: type[ChainLru]) -> None:
     chains = [tuple(int(x) for x in rng.integers(1, 4, 6)) for _ in range(40)]
     for now, chain in enumerate(chains, 1):
         names = keys(chain)
-        known = [pool.find(name) for name in names]
-        missing = sum(slot is None for slot in known) - pool.free_slots
+        missing = int((pool.find_all(names) == MISSING).sum()) - pool.free_slots
         if missing > 0:
             pool.evict(missing)
-            known = [pool.find(name) for name in names]
-            if sum(slot is None for slot in known) > pool.free_slots:
+            if (pool.find_all(names) == MISSING).sum() > pool.free_slots:
                 continue
         store(pool, chain, now)
         for other in chains:

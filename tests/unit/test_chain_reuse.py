@@ -97,7 +97,7 @@ def test_without_any_return_the_order_is_that_of_chain_lru() -> None:
 def test_the_leaf_lists_do_not_grow_with_use() -> None:
     policy = ChainReuse()
     policy.grow(4)
-    policy.insert(0, NO_PARENT, 1)
+    policy.insert(np.array([0]), NO_PARENT, 1)
     for now in range(2, 5000):
         policy.touch(np.array([0]), 3 * now)
         policy.orphan(0)

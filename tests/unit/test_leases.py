@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tierd.control.catalog import PagePool
+from tierd.control.keys import MISSING, Keys
 from tierd.control.leases import Leases, Pins, Want
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
@@ -19,13 +21,15 @@ LEASE_S = 30.0
 
 
 class Headers:
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None: ...
     def committed(self, slots: Slots) -> None: ...
     def freed(self, slots: Slots) -> None: ...
 
 
-def chain(name: str, pages: int) -> list[bytes]:
-    return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(pages)]
+def chain(name: str, pages: int) -> Keys:
+    return Keys.of(hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(pages))
 
 
 def make_pool(slots: int, **chains: int) -> PagePool:
@@ -36,7 +40,7 @@ def make_pool(slots: int, **chains: int) -> PagePool:
     spare = pool.capacity - slots
     assert spare >= 0
     for now, (name, pages) in enumerate(chains.items(), 1):
-        slots_of = pool.reserve(chain(name, pages), b"", [None] * pages, now)
+        slots_of = pool.reserve(chain(name, pages), b"", np.full(pages, MISSING), now)
         pool.commit(slots_of)
     return pool
 
@@ -48,16 +52,16 @@ class Group:
         self.pool = pool
         self.leases = Leases(lease_s=LEASE_S, max_share=max_share)
 
-    def want(self, keys: Sequence[bytes]) -> Want:
+    def want(self, keys: Keys) -> Want:
         return [(self.pool, keys)]
 
-    def lookup(self, rid: str, keys: Sequence[bytes], now: float = 0.0) -> list[int]:
-        signature = b"".join(keys)
+    def lookup(self, rid: str, keys: Keys, now: float = 0.0) -> list[int]:
+        signature = keys.blob
         return self.leases.lookup(rid, keys, [self.pool], signature, now=now, tick=100)
 
-    def pin(self, number: int, loads: dict[str, Sequence[bytes]], deadline: float = 20.0) -> Pins:
+    def pin(self, number: int, loads: dict[str, Keys], deadline: float = 20.0) -> Pins:
         wants = [(rid, self.want(keys)) for rid, keys in loads.items()]
-        signature = b"".join(b"".join(keys) for keys in loads.values())
+        signature = b"".join(keys.blob for keys in loads.values())
         return self.leases.pin(number, wants, signature, {0, 1}, deadline=deadline, tick=101)
 
 
@@ -81,7 +85,7 @@ def test_every_rank_that_asks_the_same_gets_the_same_whatever_has_come_since() -
     pool = make_pool(16, a=4)
     group = Group(pool)
     first = group.lookup("r", chain("a", 8))
-    more = pool.reserve(chain("a", 8), b"", [pool.find(k) for k in chain("a", 8)], 9)
+    more = pool.reserve(chain("a", 8), b"", pool.find_all(chain("a", 8)), 9)
     pool.commit(more[4:])
     assert group.lookup("r", chain("a", 8)) == first
     assert pool.held == 4, "and it is held once"
@@ -178,7 +182,7 @@ def test_one_missing_page_fails_the_whole_step_and_ends_its_leases() -> None:
 
 def test_a_page_that_is_still_being_written_is_missing() -> None:
     pool = make_pool(16, a=2)
-    known = [pool.find(k) for k in chain("a", 4)]
+    known = pool.find_all(chain("a", 4))
     slots = pool.reserve(chain("a", 4), b"", known, 9)
     group = Group(pool)
     assert group.lookup("r", chain("a", 4)) == [1, 2]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tierd.control.catalog import Catalog, PagePool
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.deadlines import Deadlines
+from tierd.control.keys import MISSING, Keys
 from tierd.control.room import RoomKeeper
 from tierd.control.stock import PINNED_AT_ONCE, Stock
 from tierd.memory.chunks import ChunkStore
@@ -23,6 +25,7 @@ from tierd.wire.messages import AddChunk, DropChunk, Message
 
 LARGE = host_layout([16 << 20])
 """Three slots a chunk: a pool is full soon."""
+MISSING_ONE = np.array([MISSING])
 
 
 def open_fds() -> int:
@@ -138,7 +141,7 @@ class Machine:
         for n in range(first, first + pages):
             name = catalog.digest[:1] + n.to_bytes(31, "little")
             self.tick += 1
-            pool.commit(pool.reserve([name], b"", [None], self.tick))
+            pool.commit(pool.reserve(Keys(name), b"", MISSING_ONE, self.tick))
 
     def grow(self, catalog: Catalog, chunks: int) -> None:
         """Give a pool so many chunks, and pages in every slot of them."""
@@ -331,7 +334,7 @@ def test_pages_that_are_held_there_are_dropped_when_they_are_not_any_more(
     machine = make(machines, chunks=4)
     catalog, pool = machine.pool()
     machine.grow(catalog, 1)
-    slots = pool.prefix([catalog.digest[:1] + bytes(31)])
+    slots = pool.prefix(Keys(catalog.digest[:1] + bytes(31)))
     pool.hold(slots)
     machine.kill(machine.copiers[0])
     machine.restart(machine.copiers[0])
@@ -518,7 +521,7 @@ def test_a_chunk_with_a_held_page_is_not_taken(machines: list[Machine]) -> None:
     machine = make(machines, chunks=1)
     old, rich = machine.pool()
     machine.grow(old, 1)
-    slots = rich.prefix([old.digest[:1] + bytes(31)])
+    slots = rich.prefix(Keys(old.digest[:1] + bytes(31)))
     rich.hold(slots)
     new, _ = machine.pool()
     assert machine.make_room(new) is False
@@ -530,7 +533,7 @@ def test_a_namespace_is_dissolved_when_nobody_holds_its_pages(machines: list[Mac
     machine = make(machines, chunks=4)
     catalog, pool = machine.pool(private=True)
     machine.grow(catalog, 2)
-    slots = pool.prefix([catalog.digest[:1] + bytes(31)])
+    slots = pool.prefix(Keys(catalog.digest[:1] + bytes(31)))
     pool.hold(slots)
     assert not machine.room.dissolve(catalog)
     assert pool.pages == 1

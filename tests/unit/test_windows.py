@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.control.backups import Backups, NoRoomError, Offer, OfferPart, Writers
 from tierd.control.catalog import Catalog, PagePool
+from tierd.control.keys import Keys
 from tierd.control.leases import FEW, Leases, boundaries, few
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
@@ -23,13 +25,15 @@ SLOTS = HOST.chunk_slots
 class Nowhere:
     """Slot headers that nobody reads."""
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None: ...
     def committed(self, slots: Slots) -> None: ...
     def freed(self, slots: Slots) -> None: ...
 
 
-def chain(name: str, pages: int) -> list[bytes]:
-    return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(pages)]
+def chain(name: str, pages: int) -> Keys:
+    return Keys.of(hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(pages))
 
 
 class Model:
@@ -52,29 +56,28 @@ class Model:
         self.tick += 1
         return self.tick
 
-    def back_up(self, keys: list[bytes], *, windows: int, parent: bytes = b"") -> None:
+    def back_up(self, keys: Keys, *, windows: int, parent: bytes = b"") -> None:
         """A node's pages, with the window's pages of its last `windows`."""
-        parts = [OfferPart("kv", tuple(keys), 0), OfferPart("swa", tuple(keys[-windows:]), 0)]
+        parts = [OfferPart("kv", keys, 0), OfferPart("swa", keys[-windows:], 0)]
         offer = Offer("", tuple(parts), 1, 0, parent)
         if parent:
             self.catalog.touch_boundary(parent, self.now())
-        for _ in range(100):
+        placement = self.backups.begin(self.seq, offer, [self.kv, self.swa], self.now())
+        while not placement.done:
             try:
-                backup, copies = self.backups.decide(
-                    self.seq, offer, [self.kv, self.swa], self.now()
-                )
-                break
+                piece = self.backups.place(placement)
             except NoRoomError as lack:
                 lack.pool.evict(lack.missing)
+                continue
+            if piece is not None:
+                self.backups.copied(piece, True)
         self.seq += 1
-        if copies:
-            self.backups.copied(backup, True)
 
-    def look_up(self, keys: list[bytes], rid: str = "r") -> list[int]:
+    def look_up(self, keys: Keys, rid: str = "r") -> list[int]:
         pools = [self.kv, self.swa]
-        return self.leases.lookup(rid, keys, pools, b"".join(keys), now=0.0, tick=self.now())
+        return self.leases.lookup(rid, keys, pools, keys.blob, now=0.0, tick=self.now())
 
-    def has(self, keys: list[bytes]) -> list[bool]:
+    def has(self, keys: Keys) -> list[bool]:
         return [bool(slot >= 0) for slot in self.swa.present(keys)]
 
 

@@ -334,11 +334,6 @@ def test_a_collection_that_only_claims_to_be_long_is_refused_without_room_for_it
         decoder.decode(head + length)
 
 
-def test_keys_are_split_where_they_meet() -> None:
-    assert codec.split_keys(b"") == []
-    assert codec.split_keys(b"a" * 32 + b"b" * 32) == [b"a" * 32, b"b" * 32]
-
-
 # --- frames -----------------------------------------------------------------------------------
 
 

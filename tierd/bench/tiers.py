@@ -7,11 +7,14 @@ from collections import OrderedDict
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tierd.bench.traces import Access, Chain
 from tierd.control.catalog import PagePool
+from tierd.control.keys import MISSING, Keys
 from tierd.eviction.policy import EvictionPolicy, Slots
 from tierd.wire.geometry import HostLayout
+from tierd.wire.limits import KEY_BYTES
 
 
 class HostTier(Protocol):
@@ -39,7 +42,7 @@ class ChainTier:
         self._tick = 0
 
     def serve(self, access: Access) -> int:
-        keys = [page.to_bytes(8, "big") for page in access.chain]
+        keys = Keys.of(page.to_bytes(KEY_BYTES, "little") for page in access.chain)
         self._tick += 1
         found = self._pool.prefix(keys[access.gpu_hits :])
         self._pool.touch(found, self._tick)
@@ -48,11 +51,11 @@ class ChainTier:
 
     def take_dropped(self) -> Chain:
         """The pages that have been evicted since the last call, in that order."""
-        pages = [int.from_bytes(key, "big") for key in self._headers.dropped]
+        pages = [int.from_bytes(key, "little") for key in self._headers.dropped]
         self._headers.dropped.clear()
         return pages
 
-    def _back_up(self, keys: list[bytes], first: int) -> None:
+    def _back_up(self, keys: Keys, first: int) -> None:
         """Back up what fits of a chain from page `first` on."""
         if first >= len(keys):
             return
@@ -61,15 +64,15 @@ class ChainTier:
             start = first
             while start and pool.find(keys[start - 1]) is None:
                 start -= 1
-            known = [pool.find(key) for key in keys[start:]]
-            missing = known.count(None) - pool.free_slots
+            known = pool.find_all(keys[start:])
+            missing = int(np.count_nonzero(known == MISSING)) - pool.free_slots
             if missing <= 0:
                 break
             pool.evict(missing)
         self._tick += 1
         parent = keys[start - 1] if start else b""
         slots = pool.reserve(keys[start:], parent, known, self._tick)
-        pool.commit(slots[np.array([slot is None for slot in known])])
+        pool.commit(slots[known == MISSING])
 
 
 class _Headers:
@@ -79,8 +82,10 @@ class _Headers:
         self.dropped: list[bytes] = []
         self._keys: dict[int, bytes] = {}
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
-        self._keys[slot] = key
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        self._keys.update(zip(slots.tolist(), Keys(keys), strict=True))
 
     def committed(self, slots: Slots) -> None: ...
 

@@ -1,49 +1,40 @@
-"""Backups on their way: noted when they arrive, decided in slices, handed to copiers, acked."""
+"""Backups on their way: noted, decided, handed to copiers and acked, in steps of a fraction of a
+millisecond, so that one long message or one long prompt holds nobody else back."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections import deque
 
 import numpy as np
 
 from tierd.control.backups import (
     Backup,
-    Backups,
-    Copy,
     NoRoomError,
     Offer,
     OfferPart,
-    Sequencer,
+    Piece,
+    RepeatedKeyError,
     runs,
 )
-from tierd.control.catalog import Catalog
-from tierd.control.groups import Group, Heal, Session
+from tierd.control.groups import Batch, Group, Heal, Inbound, Placing, Session
+from tierd.control.keys import Keys
 from tierd.control.ring import check_ring
 from tierd.control.state import State
-from tierd.wire import codec, messages
+from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
+from tierd.wire.limits import KEY_BYTES
 
 FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
 JOB_PAGES = 2048
 """A job's size, roughly: a restore never waits behind more than a few of them."""
-SLICE_S = 0.001
-
-
-@dataclass
-class Batch:
-    """What one rank's copier will be told in one job.
-
-    `parts`: by the rank's pool index, (ring position of the part, pages to copy).
-    """
-
-    fence: int
-    parts: dict[int, list[tuple[int, Copy]]] = field(default_factory=dict)
-    backups: list[Backup] = field(default_factory=list)
-    tickets: dict[int, None] = field(default_factory=dict)
-    consumed: int = 0
-    pages: int = 0
+SLICE_S = 0.0005
+"""Steps go on for so long before the loop looks for lookups and restores again."""
+NOTE_ITEMS = 64
+"""Backups of a message that are noted at a time."""
+INBOX_MESSAGES = 256
+"""A rank that has sent so many messages that nobody has had time for sheds what follows."""
 
 
 class BackupDesk:
@@ -51,169 +42,225 @@ class BackupDesk:
 
     def __init__(self, state: State) -> None:
         self._state = state
-
-    def can_decide(self) -> bool:
-        """Is there one to decide right now?"""
-        now = time.monotonic()
-        return any(
-            group.sequencer is not None
-            and group.sequencer.ready(now) is not None
-            and not self._is_full(group)
-            and not group.waits_for_room
-            for group in self._state.groups.values()
-        )
+        # Pieces of which one rank's copies have retired, and whether they went well.
+        self._retired: deque[tuple[Piece, bool]] = deque()
+        self._turn = 0
 
     @property
     def heals(self) -> bool:
         """Does a backup wait for what comes before it?"""
         return any(group.heals for group in self._state.groups.values())
 
+    # --- arrival ------------------------------------------------------------------------------
+
     def flush(self, session: Session, message: messages.Flush, now: float) -> None:
-        """Note a step's backups. One that makes no sense is shed for all, the others go on.
+        """Take in a step's backups. One that makes no sense is shed for all, the others go on.
 
         Raises: ProtocolError: naming the field.
         """
-        group = session.group
-        group.check_epoch(message.epoch)
-        keys = codec.split_keys(message.keys)
-        at = 0
-        late: list[tuple[int, bool]] = []
-        error: ProtocolError | None = None
-        for item in message.items:
-            blobs = keys[at : at + sum(part.pages for part in item.parts)]
-            at += len(blobs)
+        session.group.check_epoch(message.epoch)
+        inbound = Inbound(message)
+        if len(session.inbox) < INBOX_MESSAGES:
+            session.inbox.append(inbound)
+            return
+        self._report(session, [(item.seq, None) for item in message.items], now)
+
+    def supply(self, session: Session, message: messages.Supply) -> None:
+        """A rank says what comes before a backup."""
+        if len(session.inbox) < INBOX_MESSAGES:
+            session.inbox.append(Inbound(message))
+
+    def _note(self, session: Session, now: float) -> None:
+        """Look at the next few backups that a rank has reported."""
+        inbound = session.inbox[0]
+        message = inbound.message
+        if isinstance(message, messages.Supply):
+            session.inbox.popleft()
+            self._note_supply(session, message)
+            return
+        reports: list[tuple[int, Offer | None]] = []
+        for item in message.items[inbound.item : inbound.item + NOTE_ITEMS]:
             offer = None
+            first, pages = inbound.key, sum(part.pages for part in item.parts)
+            inbound.key += pages
             if not item.shed and self._state.drain is None:
+                blob = message.keys[first * KEY_BYTES : inbound.key * KEY_BYTES]
                 try:
-                    offer = _offer(session, message, item, blobs)
-                except ProtocolError as bad:
-                    error = bad  # this one is shed for all, the others go their way
+                    offer = _offer(session, message, item, Keys(blob))
+                except ProtocolError as bad:  # this one is shed for all, the others go their way
+                    self._state.complain(session.routing_id, bad)
+            reports.append((item.seq, offer))
+        self._report(session, reports, now)
+        inbound.item += NOTE_ITEMS
+        if inbound.item >= len(message.items):
+            session.inbox.popleft()
+
+    def _report(
+        self, session: Session, reports: list[tuple[int, Offer | None]], now: float
+    ) -> None:
+        sequencer, late = session.group.sequencer, []
+        for seq, offer in reports:
             if offer is not None:
-                session.ring.note(item.seq, offer.ring_end)
-            sequencer = group.sequencer
-            if sequencer is None or not sequencer.report(session.info.rank, item.seq, offer, now):
-                late.append((item.seq, False))
-                session.ring.settle(item.seq)
+                session.ring.note(seq, offer.ring_end)
+            if sequencer is None or not sequencer.report(session.info.rank, seq, offer, now):
+                late.append((seq, False))
+                session.ring.settle(seq)
         for first, results in runs(late):
             self._state.counters["backups_shed"] += len(results)
             acks = messages.Acks(first_seq=first, results=results)
             self._state.endpoint.send(session.routing_id, acks)
-        if error is not None:
-            raise error
 
-    def supply(self, session: Session, message: messages.Supply) -> None:
-        """A rank says what comes before a backup.
-
-        Raises: ProtocolError: naming the field; the rank has nothing to say then.
-        """
+    def _note_supply(self, session: Session, message: messages.Supply) -> None:
         heal = session.group.heals.get(message.seq)
         if heal is None or session.info.rank in heal.offers:
             return
         try:
             item = messages.BackupItem(message.seq, False, message.parts, b"", True)
-            offer = _offer(session, message, item, codec.split_keys(message.keys))
-        except ProtocolError:
-            self._give_up(session.group, message.seq)
-            raise
+            offer = _offer(session, message, item, Keys(message.keys))
+        except ProtocolError as error:
+            self._give_up_heal(session.group, message.seq)
+            self._state.complain(session.routing_id, error)
+            return
         session.ring.note(_supplied(message.seq), offer.ring_end)
         heal.offers[session.info.rank] = offer
 
-    def decide(self, now: float) -> None:
-        """Decide what can be decided within one slice: one backup of each group in turn."""
+    # --- work ---------------------------------------------------------------------------------
+
+    def work(self, now: float) -> bool:
+        """Work for one slice: one step of each group in turn.
+
+        Returns: whether there is more that need not wait for anything.
+        """
         until = time.monotonic() + SLICE_S
-        turns: list[tuple[Group, Sequencer, Backups, dict[int, Batch]]] = []
+        more = True
+        while more and time.monotonic() < until:
+            more = self.step(now)
         for group in self._state.groups.values():
-            group.waits_for_room = False
-            if group.sequencer is not None and group.backups is not None:
-                turns.append((group, group.sequencer, group.backups, {}))
-        left = turns
-        for group, _, backups, batches in turns:
-            for seq in list(group.heals):
-                self._decide_heal(group, seq, backups, batches, now)
-        while left and time.monotonic() < until:
-            left = [turn for turn in left if self._decide_next(*turn, now)]
-        for group, _, _, batches in turns:
+            batches, group.batches = group.batches, {}
             for rank, batch in batches.items():
                 self._send_backup(group.sessions[rank], batch)
+        return more
 
-    def _decide_next(
-        self,
-        group: Group,
-        sequencer: Sequencer,
-        backups: Backups,
-        batches: dict[int, Batch],
-        now: float,
-    ) -> bool:
-        """Decide one backup; False: none can be decided now."""
-        ready = sequencer.ready(now)
-        if ready is None or (ready[1] is not None and self._is_full(group)):
+    def step(self, now: float) -> bool:
+        """Do one thing of bounded size. False: there is nothing that can be done right now."""
+        if self._retired:
+            piece, ok = self._retired.popleft()
+            piece.owner.copied(piece, ok)
+            return True
+        groups = list(self._state.groups.values())
+        for _ in groups:
+            self._turn = (self._turn + 1) % len(groups)
+            if self._step(groups[self._turn], now):
+                return True
+        return False
+
+    def _step(self, group: Group, now: float) -> bool:
+        for session in group.sessions.values():
+            if session.inbox:
+                self._note(session, now)
+                return True
+        if group.placing is None:
+            return self._begin_heal(group, now) or self._begin_next(group, now)
+        return not self._is_full(group) and self._place(group, group.placing, now)
+
+    def _begin_next(self, group: Group, now: float) -> bool:
+        """Begin with the next backup that every rank has reported, or shed it."""
+        if group.sequencer is None or group.backups is None:
+            return False
+        ready = group.sequencer.ready(now)
+        if ready is None:
             return False
         seq, offers = ready
+        group.sequencer.decided(seq)
         if offers is None or not self._may_keep(group, offers):
-            self._decided(group, sequencer, seq)
-            backups.shed(seq)
+            group.settle_ring(seq)
+            group.backups.shed(seq)
             return True
         offer = offers[min(offers)]
         catalog = self._state.catalog(group, offer.epoch)
         pools = [catalog.pools[part.pool] for part in offer.parts]
-        try:
-            backup, copies = backups.decide(seq, offer, pools, self._state.next_tick())
-        except NoRoomError as lack:
-            made = self._make_room(catalog, lack)
-            if made is None and sequencer.oldest_s(now) < self._state.deadlines.room_s:
-                group.waits_for_room = True
-                return False
-            if not made:
-                self._decided(group, sequencer, seq)
-                backups.shed(seq)
-            return True
-        self._decided(group, sequencer, seq)
-        if offer.parent:
-            catalog.touch_boundary(offer.parent, self._state.next_tick())
-            whole = [pool for pool in pools if not pool.window]
-            if group.supplies and any(pool.find(offer.parent) is None for pool in whole):
-                self._ask_for_prefix(group, backup, now)
-        self._add(group, offers, backup, copies, batches)
+        placement = group.backups.begin(seq, offer, pools, self._state.next_tick())
+        group.placing = Placing(placement, catalog, offers, seq)
         return True
+
+    def _place(self, group: Group, placing: Placing, now: float) -> bool:
+        """Give slots to a few more pages. False: there is no room for them yet."""
+        placement = placing.placement
+        if not self._may_keep(group, placing.offers):
+            group.give_up_placing()
+            return True
+        piece = None
+        if not placement.done:
+            number, _ = placement.next
+            try:
+                piece = placement.backup.owner.place(placement)
+            except NoRoomError as lack:
+                return self._make_room(group, placing, lack, now)
+            except RepeatedKeyError:
+                name = placement.offer.parts[number].pool
+                error = ProtocolError(
+                    f"seq {placement.backup.seq} has one key twice in pool {name!r}"
+                )
+                for session in group.sessions.values():
+                    self._state.complain(session.routing_id, error)
+                group.give_up_placing()
+                return True
+            placing.lacks_since = None
+            if piece is not None and placement.backup.prefix_of is not None:
+                self._state.counters["pages_healed"] += len(piece.slots)
+        if placement.done:
+            group.settle_ring(placing.ring_name)
+            group.placing = None
+        self._add(group, placing.offers, piece)
+        if placement.done:
+            self._placed(group, placing, now)
+        return True
+
+    def _placed(self, group: Group, placing: Placing, now: float) -> None:
+        """All pages of a backup have slots."""
+        placement, catalog = placing.placement, placing.catalog
+        backup, parent = placement.backup, placement.offer.parent
+        if backup.prefix_of is not None or not parent:
+            return
+        catalog.touch_boundary(parent, self._state.next_tick())
+        whole = [pool for pool in placement.pools if not pool.window]
+        if group.supplies and any(pool.find(parent) is None for pool in whole):
+            self._ask_for_prefix(group, backup, now)
 
     def _may_keep(self, group: Group, offers: dict[int, Offer]) -> bool:
         epochs = {session.epoch for session in group.sessions.values()}
         offered = {offer.epoch for offer in offers.values()}
         return group.serving and not self._state.paused and offered == epochs
 
-    def _decided(self, group: Group, sequencer: Sequencer, seq: int) -> None:
-        sequencer.decided(seq)
-        for session in group.sessions.values():
-            session.ring.settle(seq)
-
-    def _make_room(self, catalog: Catalog, lack: NoRoomError) -> bool | None:
+    def _make_room(self, group: Group, placing: Placing, lack: NoRoomError, now: float) -> bool:
+        """Make room for the next pages, or give their backup up. False: it takes a while."""
+        catalog, pool = placing.catalog, lack.pool
         sharers = self._state.sharers(catalog)
-        return self._state.room.make_room(catalog, lack.pool, lack.missing, sharers)
+        made = self._state.room.make_room(catalog, pool, lack.missing, sharers)
+        if placing.lacks_since is None:
+            placing.lacks_since = now
+        if made is None and now - placing.lacks_since < self._state.deadlines.room_s:
+            return False
+        if not made:
+            group.give_up_placing()
+        return True
 
-    def _add(
-        self,
-        group: Group,
-        offers: dict[int, Offer],
-        backup: Backup,
-        copies: list[Copy],
-        batches: dict[int, Batch],
-    ) -> None:
-        """Have every rank's copier make a backup's copies."""
+    def _add(self, group: Group, offers: dict[int, Offer], piece: Piece | None) -> None:
+        """Have every rank's copier make a piece's copies."""
         for rank, mine in offers.items():
             session = group.sessions[rank]
-            batch = batches.setdefault(rank, Batch(mine.fence))
+            batch = group.batches.setdefault(rank, Batch(mine.fence))
             if batch.pages >= JOB_PAGES or batch.fence != mine.fence:
                 self._send_backup(session, batch)
-                batch = batches[rank] = Batch(mine.fence)
+                batch = group.batches[rank] = Batch(mine.fence)
             batch.tickets[mine.ticket] = None
             batch.consumed = session.ring.consumed
-            if copies:
-                batch.backups.append(backup)
-            for copy in copies:
-                part = mine.parts[copy.part]
+            if piece is not None:
+                part = mine.parts[piece.part]
                 index = session.pool_index(part.pool)
-                batch.parts.setdefault(index, []).append((part.ring, copy))
-                batch.pages += len(copy.pages)
+                batch.parts.setdefault(index, []).append((part.ring, piece))
+                batch.pieces.append(piece)
+                batch.pages += len(piece.pages)
 
     # --- holes --------------------------------------------------------------------------------
 
@@ -225,43 +272,36 @@ class BackupDesk:
             for session in group.sessions.values():
                 self._state.endpoint.send(session.routing_id, messages.Need(seq=backup.seq))
 
-    def _decide_heal(
-        self, group: Group, seq: int, backups: Backups, batches: dict[int, Batch], now: float
-    ) -> None:
+    def _begin_heal(self, group: Group, now: float) -> bool:
+        """Begin with what comes before a backup, if every rank has named it."""
+        return any(self._begin_prefix(group, seq, now) for seq in list(group.heals))
+
+    def _begin_prefix(self, group: Group, seq: int, now: float) -> bool:
         heal = group.heals[seq]
-        waited_s = now - heal.since
         if len(heal.offers) < group.world_size:
-            if waited_s > self._state.deadlines.heal_s:
-                self._give_up(group, seq)
-            return
+            if now - heal.since > self._state.deadlines.heal_s:
+                self._give_up_heal(group, seq)
+            return False
         first, *rest = (heal.offers[rank] for rank in sorted(heal.offers))
         alike = all(first.same_pages(other) for other in rest)
         if not first.parts or not alike or not self._may_keep(group, heal.offers):
-            self._give_up(group, seq)
-            return
+            self._give_up_heal(group, seq)
+            return False
+        del group.heals[seq]
         catalog = self._state.catalog(group, first.epoch)
         pools = [catalog.pools[part.pool] for part in first.parts]
-        try:
-            prefix, copies = backups.copy_prefix(heal.backup, first, pools, self._state.next_tick())
-        except NoRoomError as lack:
-            made = self._make_room(catalog, lack)
-            if made is None and waited_s < self._state.deadlines.heal_s:
-                group.waits_for_room = True
-            elif not made:
-                self._give_up(group, seq)
-            return
-        self._state.counters["pages_healed"] += prefix.pages
-        del group.heals[seq]
-        for session in group.sessions.values():
-            session.ring.settle(_supplied(seq))
-        self._add(group, heal.offers, prefix, copies, batches)
+        backup, tick = heal.backup, self._state.next_tick()
+        placement = backup.owner.begin_prefix(backup, first, pools, tick)
+        group.placing = Placing(placement, catalog, heal.offers, _supplied(seq))
+        return True
 
-    def _give_up(self, group: Group, seq: int) -> None:
+    def _give_up_heal(self, group: Group, seq: int) -> None:
         """What comes before a backup stays lost; its ack waits no longer."""
         heal = group.heals.pop(seq)
         heal.backup.owner.give_up_prefix(heal.backup)
-        for session in group.sessions.values():
-            session.ring.settle(_supplied(seq))
+        group.settle_ring(_supplied(seq))
+
+    # --- jobs and acks ------------------------------------------------------------------------
 
     def _is_full(self, group: Group) -> bool:
         """Is so much on its way to the copiers that more must wait?"""
@@ -272,10 +312,10 @@ class BackupDesk:
 
     def _send_backup(self, session: Session, batch: Batch) -> None:
         parts = []
-        for index, copies in batch.parts.items():
-            ring = [np.uint64(start) + c.pages.astype(np.uint64) for start, c in copies]
-            slots = np.concatenate([copy.slots for _, copy in copies])
-            pool = copies[0][1].pool
+        for index, pieces in batch.parts.items():
+            ring = [np.uint64(start) + p.pages.astype(np.uint64) for start, p in pieces]
+            slots = np.concatenate([piece.slots for _, piece in pieces])
+            pool = pieces[0][1].pool
             chunks, within = self._state.room.locate(pool, slots, session.info.rank)
             parts.append(
                 messages.CopyPart(
@@ -284,8 +324,7 @@ class BackupDesk:
             )
 
         def done(ok: bool, _lost: bool) -> None:
-            for backup in batch.backups:
-                backup.owner.copied(backup, ok)
+            self._retired.extend((piece, ok) for piece in batch.pieces)
 
         job = self._state.new_job(session, done, self._state.deadlines.backup_s)
         session.copier.send(
@@ -324,7 +363,7 @@ def _offer(
     session: Session,
     message: messages.Flush | messages.Supply,
     item: messages.BackupItem,
-    keys: list[bytes],
+    keys: Keys,
 ) -> Offer:
     """One backup of a flush, checked.
 
@@ -332,11 +371,9 @@ def _offer(
     """
     parts, at = [], 0
     for part in item.parts:
-        mine = tuple(keys[at : at + part.pages])
+        mine = keys[at : at + part.pages]
         at += part.pages
         name = session.pool_name(part.pool)
-        if len(set(mine)) != len(mine):
-            raise ProtocolError(f"seq {item.seq} has one key twice in pool {name!r}")
         check_ring(part, session.segment.spec.backup_ring)
         parts.append(OfferPart(name, mine, part.ring))
     names = [part.pool for part in parts]

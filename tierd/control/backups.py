@@ -6,15 +6,20 @@ reports into slots and copies, and copies that have retired into acks.
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierd.control.catalog import PagePool
+from tierd.control.keys import MISSING, Keys
 from tierd.eviction.policy import Slots
 from tierd.wire import limits
+
+STEP_PAGES = 256
+"""Pages that are given slots, or become visible, at a time: a fraction of a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class OfferPart:
     """The pages of one pool in a rank's report: their keys, and where their numbers lie."""
 
     pool: str
-    keys: tuple[bytes, ...]
+    keys: Keys
     ring: int
 
 
@@ -72,7 +77,9 @@ class Sequencer:
         self._ranks = set(ranks)
         self._timeout_s = timeout_s
         self._next = max(ranks.values())
-        self._reported: dict[int, _Reported] = {}
+        # In the order in which they were first reported.
+        self._reported: OrderedDict[int, _Reported] = OrderedDict()
+        self._order: list[int] = []
 
     @property
     def waiting(self) -> int:
@@ -80,20 +87,23 @@ class Sequencer:
         return len(self._reported)
 
     def oldest_s(self, now: float) -> float:
-        return max((now - r.first for r in self._reported.values()), default=0.0)
+        return now - next(iter(self._reported.values())).first if self._reported else 0.0
 
     def report(self, rank: int, seq: int, offer: Offer | None, now: float) -> bool:
         """A rank reports a number; None: it had to shed it. False: decided already, too late."""
         if seq < self._next:
             return False
-        self._reported.setdefault(seq, _Reported(now)).offers.setdefault(rank, offer)
+        if seq not in self._reported:
+            self._reported[seq] = _Reported(now)
+            heapq.heappush(self._order, seq)
+        self._reported[seq].offers.setdefault(rank, offer)
         return True
 
     def ready(self, now: float) -> tuple[int, dict[int, Offer] | None] | None:
         """The next number that can be decided: its offers by rank, or None if it is shed."""
         if not self._reported:
             return None
-        seq = min(self._reported)
+        seq = self._order[0]
         reported = self._reported[seq]
         complete = self._ranks == set(reported.offers)
         if not complete and now - reported.first < self._timeout_s:
@@ -106,13 +116,14 @@ class Sequencer:
 
     def decided(self, seq: int) -> None:
         """`ready`'s answer was acted on."""
-        self._reported.pop(seq, None)
+        del self._reported[heapq.heappop(self._order)]
         self._next = seq + 1
 
     def drop(self) -> list[int]:
         """Give up on everything that waits; returns the numbers."""
         seqs = sorted(self._reported)
         self._reported.clear()
+        self._order.clear()
         if seqs:
             self._next = max(self._next, seqs[-1] + 1)
         return seqs
@@ -120,35 +131,72 @@ class Sequencer:
 
 @dataclass(eq=False)
 class Backup:
-    """One decided backup. `fresh`: per part, which of its pages are to be copied, and where."""
+    """One backup: it is acked when all that it waits for is there, or cannot be."""
 
     seq: int
-    fresh: list[tuple[PagePool, Slots]]
     owner: Backups
-    copies: int = 0
+    placed: bool = False
+    """All its pages have slots, or it has been given up."""
     failed: bool = False
-    copied: bool = False
     awaits_prefix: bool = False
     """Its ack waits until what comes before it has been copied, or cannot be."""
     prefix_of: Backup | None = None
     """It has no ack of its own: it is what another one waits for."""
-    waits_for: set[Backup] = field(default_factory=set)
-    waiters: list[Backup] = field(default_factory=list)
+    waits_for: set[Piece] = field(default_factory=set)
+    """Of its own pages and of those that others are writing."""
     result: bool | None = None
 
-    @property
-    def pages(self) -> int:
-        return sum(len(slots) for _, slots in self.fresh)
 
+@dataclass(eq=False)
+class Piece:
+    """Pages of one pool that every rank copies, and that become visible together.
 
-@dataclass(frozen=True)
-class Copy:
-    """Pages that every rank has to copy for a backup: part number, which pages, to which slots."""
+    `part`: of the offer; `pages`: which of that part's. `waiters`: the backups that need them.
+    """
 
+    owner: Backups
     part: int
     pool: PagePool
     pages: Slots
     slots: Slots
+    copies: int
+    failed: bool = False
+    waiters: list[Backup] = field(default_factory=list)
+
+
+class Placement:
+    """A backup on its way to its slots: STEP_PAGES at a time, in chain order, pools without a
+    window first: so what is there of one that is given up can be used, or is of no harm.
+
+    Args:
+        pools: Per part of the offer, its pool.
+        tick: The caller's count: all its pages are equally recent.
+    """
+
+    def __init__(self, backup: Backup, offer: Offer, pools: Sequence[PagePool], tick: int) -> None:
+        self.backup = backup
+        self.offer = offer
+        self.pools = pools
+        self.tick = tick
+        order = sorted(range(len(pools)), key=lambda number: bool(pools[number].window))
+        self._steps = deque(
+            (number, first)
+            for number in order
+            for first in range(0, len(offer.parts[number].keys), STEP_PAGES)
+        )
+
+    @property
+    def done(self) -> bool:
+        """Has every page got its slot?"""
+        return not self._steps
+
+    @property
+    def next(self) -> tuple[int, int]:
+        """The part and its page that are the next to get slots."""
+        return self._steps[0]
+
+    def proceed(self) -> None:
+        self._steps.popleft()
 
 
 class NoRoomError(Exception):
@@ -160,32 +208,38 @@ class NoRoomError(Exception):
         self.missing = missing
 
 
+class RepeatedKeyError(Exception):
+    """One key twice in a part."""
+
+
 class Writers:
-    """Which backup is writing which page, over all groups: a page is copied once."""
+    """Which piece is writing which page, over all groups: a page is copied once."""
 
     def __init__(self) -> None:
-        self._writers: dict[tuple[int, int], Backup] = {}
+        self._writers: dict[int, dict[int, Piece]] = defaultdict(dict)
 
     def __len__(self) -> int:
-        return len(self._writers)
+        return sum(map(len, self._writers.values()))
 
-    def of(self, pool: PagePool, slot: int) -> Backup | None:
-        return self._writers.get((id(pool), slot))
+    def of(self, pool: PagePool, slot: int) -> Piece:
+        return self._writers[id(pool)][slot]
 
-    def add(self, pool: PagePool, slots: Slots, backup: Backup) -> None:
-        for slot in slots.tolist():
-            self._writers[id(pool), slot] = backup
+    def add(self, piece: Piece) -> None:
+        self._writers[id(piece.pool)].update(dict.fromkeys(piece.slots.tolist(), piece))
 
-    def remove(self, pool: PagePool, slots: Slots) -> None:
-        for slot in slots.tolist():
-            del self._writers[id(pool), slot]
+    def remove(self, piece: Piece) -> None:
+        writers = self._writers[id(piece.pool)]
+        for slot in piece.slots.tolist():
+            del writers[slot]
+        if not writers:
+            del self._writers[id(piece.pool)]
 
 
 class Backups:
     """Backups of one group from decision to ack.
 
     Args:
-        ranks: How many copies each backup needs.
+        ranks: How many copies each page needs.
         writers: Shared by all groups.
         ack: Called with (seq, kept) in sequence order.
     """
@@ -202,26 +256,62 @@ class Backups:
 
     def shed(self, seq: int) -> None:
         """This number is not kept; its ack comes in its turn."""
-        self._queue.append(Backup(seq, [], self, copied=True, failed=True))
-        self._settle(self._queue[-1])
+        self.give_up(self._begin(Backup(seq, self)))
 
-    def decide(
-        self, seq: int, offer: Offer, pools: Sequence[PagePool], tick: int
-    ) -> tuple[Backup, list[Copy]]:
-        """Give slots to the pages that are not here yet.
+    def begin(self, seq: int, offer: Offer, pools: Sequence[PagePool], tick: int) -> Placement:
+        """A backup that is to get slots: `place` gives them.
 
         Args:
             offer: Any rank's; they are the same in all that matters here.
             pools: Per part, its pool.
-
-        Raises: NoRoomError: nothing was changed; make room and ask again.
         """
-        known = _known(offer, pools)
-        backup = Backup(seq, [], self)
-        copies = self._place(backup, offer, pools, known, tick)
-        self._queue.append(backup)
+        return self._begun(Placement(self._begin(Backup(seq, self)), offer, pools, tick))
+
+    def begin_prefix(
+        self, backup: Backup, offer: Offer, pools: Sequence[PagePool], tick: int
+    ) -> Placement:
+        """The same of the pages before a backup."""
+        prefix = Backup(backup.seq, self, prefix_of=backup)
+        return self._begun(Placement(prefix, offer, pools, tick))
+
+    def place(self, placement: Placement) -> Piece | None:
+        """Give slots to the next pages of a backup, as far as they have none; what others are
+        writing is waited for. None: all these pages are here.
+
+        Raises:
+            NoRoomError: nothing was changed; make room and ask again, or `give_up`.
+            RepeatedKeyError: nothing was changed; `give_up`.
+        """
+        backup, offer = placement.backup, placement.offer
+        number, first = placement.next
+        pool, every = placement.pools[number], offer.parts[number].keys
+        keys = every[first : first + STEP_PAGES]
+        known = pool.find_all(keys)
+        fresh = np.flatnonzero(known == MISSING)
+        if len(fresh) > pool.free_slots:
+            raise NoRoomError(pool, len(fresh) - pool.free_slots)
+        if len(fresh) > 1 and len(set(keys.split())) < len(keys):
+            raise RepeatedKeyError(pool.name)
+        if len(fresh) < len(keys):
+            for slot in pool.being_written(known).tolist():
+                self._wait(backup, self._writers.of(pool, slot))
+        parent = every[first - 1] if first else offer.parent
+        follow = len(every) - first - len(keys)
+        slots = pool.reserve(keys, parent, known, placement.tick, follow=follow)
+        piece = None
+        if len(fresh):
+            piece = Piece(self, number, pool, fresh + first, slots[fresh], self._ranks)
+            self._writers.add(piece)
+            self._wait(backup, piece)
+            self.pages_in_flight += len(fresh)
+        placement.proceed()
+        self._begun(placement)
+        return piece
+
+    def give_up(self, backup: Backup) -> None:
+        """A backup gets no more slots, and is not kept. What it has got so far stays."""
+        backup.failed = backup.placed = True
         self._settle(backup)
-        return backup, copies
 
     def await_prefix(self, backup: Backup) -> bool:
         """What comes before this backup has been lost: its ack waits for that to be copied.
@@ -229,78 +319,46 @@ class Backups:
         backup.awaits_prefix = backup.result is None
         return backup.awaits_prefix
 
-    def copy_prefix(
-        self, backup: Backup, offer: Offer, pools: Sequence[PagePool], tick: int
-    ) -> tuple[Backup, list[Copy]]:
-        """Give slots to those of the pages before a backup that are not here.
-
-        Raises: NoRoomError: nothing was changed; make room and ask again, or `give_up_prefix`.
-        """
-        known = _known(offer, pools)
-        prefix = Backup(backup.seq, [], self, prefix_of=backup)
-        copies = self._place(prefix, offer, pools, known, tick)
-        self._settle(prefix)
-        return prefix, copies
-
     def give_up_prefix(self, backup: Backup) -> None:
         """What comes before this backup will not come."""
         backup.awaits_prefix = False
         self._settle(backup)
 
-    def _place(
-        self,
-        backup: Backup,
-        offer: Offer,
-        pools: Sequence[PagePool],
-        known: list[list[int | None]],
-        tick: int,
-    ) -> list[Copy]:
-        """Give slots to the pages that have none; what others are writing is waited for."""
-        copies = []
-        for number, (part, pool, here) in enumerate(zip(offer.parts, pools, known, strict=True)):
-            for slot in here:
-                writer = None if slot is None else self._writers.of(pool, slot)
-                if writer is not None:
-                    backup.waits_for.add(writer)
-            slots = pool.reserve(part.keys, offer.parent, here, tick)
-            pages = np.array([i for i, slot in enumerate(here) if slot is None], np.int64)
-            if len(pages):
-                fresh = slots[pages]
-                self._writers.add(pool, fresh, backup)
-                backup.fresh.append((pool, fresh))
-                copies.append(Copy(number, pool, pages, fresh))
-        for writer in backup.waits_for:
-            writer.waiters.append(backup)
-        backup.copies = self._ranks if copies else 0
-        backup.copied = not copies
-        self.pages_in_flight += backup.pages
-        return copies
-
-    def copied(self, backup: Backup, ok: bool) -> None:
-        """One rank's copies of a backup have retired."""
-        backup.copies -= 1
-        backup.failed = backup.failed or not ok
-        if backup.copies:
+    def copied(self, piece: Piece, ok: bool) -> None:
+        """One rank's copies of a piece have retired."""
+        piece.copies -= 1
+        piece.failed = piece.failed or not ok
+        if piece.copies:
             return
-        backup.copied = True
-        self.pages_in_flight -= backup.pages
-        for pool, slots in backup.fresh:
-            self._writers.remove(pool, slots)
-            if backup.failed:
-                pool.abort(slots)
-            else:
-                pool.commit(slots)
-        # They wait for these pages alone, not for what else this one's ack waits for: two
-        # backups that build on each other's pages would wait for ever.
-        for waiter in backup.waiters:
-            waiter.waits_for.discard(backup)
-            waiter.failed = waiter.failed or backup.failed
+        self.pages_in_flight -= len(piece.slots)
+        self._writers.remove(piece)
+        if piece.failed:
+            piece.pool.abort(piece.slots)
+        else:
+            piece.pool.commit(piece.slots)
+        for waiter in piece.waiters:
+            waiter.waits_for.discard(piece)
+            waiter.failed = waiter.failed or piece.failed
             waiter.owner._settle(waiter)
-        self._settle(backup)
+
+    def _begin(self, backup: Backup) -> Backup:
+        self._queue.append(backup)
+        return backup
+
+    def _begun(self, placement: Placement) -> Placement:
+        if placement.done:
+            placement.backup.placed = True
+            self._settle(placement.backup)
+        return placement
+
+    def _wait(self, backup: Backup, piece: Piece) -> None:
+        if piece not in backup.waits_for:
+            backup.waits_for.add(piece)
+            piece.waiters.append(backup)
 
     def _settle(self, backup: Backup) -> None:
         """Fix the result once it is known, and ack."""
-        if backup.result is None and backup.copied:
+        if backup.result is None and backup.placed:
             if backup.waits_for or backup.awaits_prefix:
                 return
             backup.result = not backup.failed
@@ -312,21 +370,6 @@ class Backups:
         while self._queue and self._queue[0].result is not None:
             first = self._queue.popleft()
             self._ack(first.seq, bool(first.result))
-
-
-def _known(offer: Offer, pools: Sequence[PagePool]) -> list[list[int | None]]:
-    """Per part, the slot of each page, None for those that are not here.
-
-    Raises: NoRoomError: there are more of those than free slots.
-    """
-    known = [
-        [pool.find(key) for key in part.keys] for part, pool in zip(offer.parts, pools, strict=True)
-    ]
-    for pool, here in zip(pools, known, strict=True):
-        missing = sum(slot is None for slot in here) - pool.free_slots
-        if missing > 0:
-            raise NoRoomError(pool, missing)
-    return known
 
 
 def runs(seqs: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bytes]]:

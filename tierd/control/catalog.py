@@ -6,18 +6,22 @@ Pure: it moves no byte. What it decides about a slot it writes to that slot's he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.control.keys import MISSING, KeyIndex, Keys
 from tierd.eviction.chain_reuse import ChainReuse
+from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
 from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
-from tierd.wire.layout import COMMITTED, FREE, WRITING
+from tierd.wire.layout import COMMITTED, FREE, HAS_PARENT, PARENT_KNOWN, WRITING
+from tierd.wire.limits import KEY_BYTES
 from tierd.wire.presence import PresenceTable, Salt
 
 SPAN = 4096
@@ -34,7 +38,12 @@ CHUNKS_TRIED = 4
 class SlotRecords(Protocol):
     """Where the headers of a pool's slots are written."""
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None: ...
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        """Pages take slots. Per slot: its page's key, the key of the page before it, and what is
+        known of that (`layout.PARENT_KNOWN`, `HAS_PARENT`). Slots are ascending in all calls."""
+
     def committed(self, slots: Slots) -> None: ...
     def freed(self, slots: Slots) -> None: ...
 
@@ -49,6 +58,8 @@ class PagePool:
     A slot is FREE, WRITING (reserved by one backup until all its shards have been copied, or have
     failed and retired) or COMMITTED. A page is visible to lookups only when COMMITTED. `hold`
     keeps committed pages from eviction: leases and pins are holds.
+
+    `most`: how many slots to expect; more cost a copy of what is known of the others.
     """
 
     def __init__(
@@ -59,31 +70,32 @@ class PagePool:
         shards: int,
         records: SlotRecords,
         window: int = 0,
+        most: int = 0,
     ) -> None:
         self.name = name
         self.page_tokens = page_tokens
         self.host = host
         self.shards = shards
         self.window = window
-        self.policy: EvictionPolicy = WindowLru() if window else ChainReuse()
-        self.on_commit: Callable[[bytes], None] | None = None
-        """Told of each page that becomes visible."""
-        self.on_drop: Callable[[bytes, bool], None] | None = None
-        """Told of each page that goes, and whether it was visible."""
+        self.policy: EvictionPolicy = WindowLru(most) if window else ChainReuse(most)
+        self.on_commit: Callable[[Keys], None] | None = None
+        """Told of pages that become visible."""
+        self.on_drop: Callable[[Keys, bool], None] | None = None
+        """Told of pages that go, and whether they were visible."""
         self.evictions = 0
         self.hits = 0
         self.misses = 0
         self._records = records
-        self._slots: dict[bytes, int] = {}
-        self._keys: list[bytes] = []
-        self._state: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._usable: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        self._holds: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._index = KeyIndex(most)
+        self._state: npt.NDArray[np.uint8] = column(np.uint8, most)
+        self._usable: npt.NDArray[np.bool_] = column(np.bool_, most)
+        self._holds: npt.NDArray[np.int32] = column(np.int32, most)
         self._capacity = 0
+        self._committed = 0
         self._held = 0
         self._free = 0
         # Free slots in each SPAN of them: a free slot is found without a look at every slot.
-        self._free_in: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._free_in: npt.NDArray[np.int64] = column(np.int64)
         # Pages whose predecessor is known by key and not here: key of it -> their slots.
         self._orphans: dict[bytes, list[int]] = {}
         self._orphan_of: dict[int, bytes] = {}
@@ -102,7 +114,7 @@ class PagePool:
     @property
     def pages(self) -> int:
         """Committed pages."""
-        return int(np.count_nonzero(self._state == COMMITTED))
+        return self._committed
 
     @property
     def held(self) -> int:
@@ -112,13 +124,11 @@ class PagePool:
     def add_chunk(self, ordinal: int) -> None:
         """The slots of chunk `ordinal` may be used."""
         first, end = self._span(ordinal)
-        more = end - len(self._state)
-        if more > 0:
-            self._state = np.concatenate([self._state, np.zeros(more, np.uint8)])
-            self._usable = np.concatenate([self._usable, np.zeros(more, np.bool_)])
-            self._holds = np.concatenate([self._holds, np.zeros(more, np.int32)])
-            self._keys.extend([b""] * more)
-            self.policy.grow(end)
+        self._state = grown(self._state, end)
+        self._usable = grown(self._usable, end)
+        self._holds = grown(self._holds, end)
+        self._index.grow(end)
+        self.policy.grow(end)
         self._usable[first:end] = True
         self._capacity += end - first
         self._free += end - first
@@ -130,7 +140,7 @@ class PagePool:
 
         Returns: its last use (0 if it is empty) and its ordinal; None if there is none such.
         """
-        ages = [(self.policy.recency(np.arange(*self._span(n))), n) for n in ordinals]
+        ages = [(self.policy.recency(slice(*self._span(n))), n) for n in ordinals]
         for age, ordinal in sorted(ages)[:CHUNKS_TRIED]:
             doomed = np.flatnonzero(self._doomed(ordinal))
             if not self._holds[doomed].any() and not (self._state[doomed] == WRITING).any():
@@ -145,14 +155,17 @@ class PagePool:
         doomed = self._doomed(ordinal) & (self._state == COMMITTED)
         evicted = 0
         with self._dropping() as drop:
+            parent, children = self.policy.parent, self.policy.children
             for slot in np.flatnonzero(doomed).tolist():
                 # From each leaf upwards: a page goes after everything that follows it.
-                while slot != NO_PARENT and doomed[slot] and not self.policy.children[slot]:
-                    above = int(self.policy.parent[slot])
+                run: list[int] = []
+                while slot != NO_PARENT and doomed[slot] and children[slot] == bool(run):
                     doomed[slot] = False
-                    drop(slot)
-                    evicted += 1
-                    slot = above
+                    run.append(slot)
+                    slot = int(parent[slot])
+                if run:
+                    drop(run)
+                    evicted += len(run)
         self.evictions += evicted
         first, end = self._span(ordinal)
         self._usable[first:end] = False
@@ -176,7 +189,18 @@ class PagePool:
 
     def find(self, key: bytes) -> int | None:
         """The slot of a page, whether WRITING or COMMITTED."""
-        return self._slots.get(key)
+        return self._index.get(key)
+
+    def find_all(self, keys: Keys) -> Slots:
+        """The slot of each page, whether WRITING or COMMITTED; MISSING for those that are not
+        here. Shape: (len(keys),)."""
+        return self._index.find(keys)
+
+    def being_written(self, slots: Slots) -> Slots:
+        """Which of these slots are WRITING; MISSING is none of them."""
+        here = slots[slots != MISSING]
+        writing: Slots = here[self._state[here] == WRITING]
+        return writing
 
     def is_committed(self, slot: int) -> bool:
         return bool(self._state[slot] == COMMITTED)
@@ -185,16 +209,9 @@ class PagePool:
         """Which of these are under a lease or pin. Shape: (len(slots),)."""
         return self._holds[slots] > 0
 
-    def prefix(self, keys: Sequence[bytes]) -> Slots:
+    def prefix(self, keys: Keys) -> Slots:
         """Slots of the longest run of committed pages from the first key on."""
-        slots = []
-        get = self._slots.get
-        for key in keys:
-            slot = get(key)
-            if slot is None:
-                break
-            slots.append(slot)
-        found = np.array(slots, np.int64)
+        found = self._index.prefix(keys)
         missing = np.flatnonzero(self._state[found] != COMMITTED)
         return found[: missing[0]] if len(missing) else found
 
@@ -207,35 +224,37 @@ class PagePool:
         for i in unknown.tolist():
             self._adopt(int(slots[i]), int(slots[i - 1]), now)
 
-    def present(self, keys: Sequence[bytes]) -> Slots:
-        """The slot of each committed page, -1 for those that are not here. Shape: (len(keys),)."""
-        get = self._slots.get
-        slots = np.array([get(key, -1) for key in keys], np.int64)
-        known = np.flatnonzero(slots >= 0)
-        slots[known[self._state[slots[known]] != COMMITTED]] = -1
+    def present(self, keys: Keys) -> Slots:
+        """The slot of each committed page, MISSING for those that are not here.
+        Shape: (len(keys),)."""
+        slots = self._index.find(keys)
+        known = np.flatnonzero(slots != MISSING)
+        slots[known[self._state[slots[known]] != COMMITTED]] = MISSING
         return slots
 
-    def before(self, key: bytes, count: int) -> list[bytes]:
+    def before(self, key: bytes, count: int) -> Keys:
         """Up to `count` pages of a chain that end with this one, in chain order."""
-        chain: list[bytes] = []
-        slot = self._slots.get(key)
+        chain: list[int] = []
+        slot = self._index.get(key)
+        parent = self.policy.parent.item
         while slot is not None and slot != NO_PARENT and len(chain) < count:
-            chain.append(self._keys[slot])
-            slot = int(self.policy.parent[slot])
-        return chain[::-1]
+            chain.append(slot)
+            slot = parent(slot)
+        return self._index.keys_of(np.array(chain[::-1], np.int64))
 
-    def forget(self, key: bytes) -> None:
-        """The chain up to this page is gone: it serves nobody. It goes now, or as soon as nobody
-        holds it."""
-        slot = self._slots.get(key)
-        if slot is None:
+    def forget(self, keys: Keys) -> None:
+        """The chain up to each of these pages is gone: they serve nobody. They go now, or as soon
+        as nobody holds them."""
+        slots = self._index.find(keys)
+        slots = slots[slots != MISSING]
+        if not len(slots):
             return
-        if self._evictable(slot):
+        free = (self._state[slots] == COMMITTED) & (self._holds[slots] == 0)
+        if free.any():
             with self._dropping() as drop:
-                drop(slot)
-            self.evictions += 1
-        else:
-            self.policy.touch(np.array([slot], np.int64), 0)
+                drop(slots[free].tolist())
+            self.evictions += int(np.count_nonzero(free))
+        self.policy.touch(slots[~free], 0)
 
     def hold(self, slots: Slots) -> None:
         self._held += len(np.unique(slots[self._holds[slots] == 0]))
@@ -248,59 +267,76 @@ class PagePool:
         self._set_free(left[self._state[left] == _SPOILED])
 
     def reserve(
-        self, keys: Sequence[bytes], parent: bytes | None, known: Sequence[int | None], now: int
+        self, keys: Keys, parent: bytes | None, known: Slots, now: int, *, follow: int = 0
     ) -> Slots:
         """Give slots to the pages of a chain that have none yet; they are WRITING from now on.
 
         Args:
-            keys: The chain, in order.
+            keys: The chain, in order; no key twice.
             parent: Key of the page before the first: b"" if there is none, None if not known.
-            known: Per key its slot if the page is here already, else None. Their number of Nones
-                must not exceed `free_slots`.
+            known: The slot of each page that is here already, else MISSING, as `find_all` says.
+                The number that is missing must not exceed `free_slots`.
             now: The caller's count.
+            follow: How many more pages of the chain come with the next calls.
 
         Returns: Slots of all keys, shape (len(keys),).
         """
-        fresh = iter(self._take(sum(slot is None for slot in known)))
-        slots = np.empty(len(keys), np.int64)
+        fresh = known == MISSING
+        slots: Slots = known.copy()
+        slots[fresh] = self._take(int(np.count_nonzero(fresh)))
         if self.window:
-            parent = None
-        before = parent
-        previous: int | None = self._slots.get(parent) if parent else None
+            self._place(slots[fresh], keys.where(fresh), None, None, now)
+            self.policy.touch(slots, now)
+            # Enough for the boundary at the end; those in between are kept while there is room.
+            self.policy.touch(slots[: max(0, len(slots) + follow - self.window)], 0)
+            return slots
+        previous = self._index.get(parent) if parent else None
         if parent and previous is None:
             now = 0  # nothing can use this chain until its beginning is here
-        for i, (key, here) in enumerate(zip(keys, known, strict=True)):
-            if here is None:
-                slot = next(fresh)
-                self._place(slot, key, before, previous, now)
-            else:
-                slot = here
-                if previous is not None and self.policy.parent[slot] == NO_PARENT:
-                    self._adopt(slot, previous, now)
-            slots[i] = slot
-            if not self.window:
-                before, previous = key, slot
+        for first, end in _stretches(fresh):
+            before = keys[first - 1] if first else parent
+            above = int(slots[first - 1]) if first else previous
+            self._place(slots[first:end], keys[first:end], before, above, now)
+        if fresh.all():
+            return slots
+        for i in np.flatnonzero(~fresh & (self.policy.parent[slots] == NO_PARENT)).tolist():
+            above = int(slots[i - 1]) if i else previous
+            if above is not None:
+                self._adopt(int(slots[i]), above, now)
         if now:
             self.policy.touch(slots, now)
-        if self.window:
-            # Enough for the boundary at the end; those in between are kept while there is room.
-            self.policy.touch(slots[: -self.window], 0)
         return slots
 
     def commit(self, slots: Slots) -> None:
         """All shards of these WRITING pages are in place: they are visible."""
         self._state[slots] = COMMITTED
+        self._committed += len(slots)
         self._records.committed(slots)
         if self.on_commit is not None:
-            for slot in slots.tolist():
-                self.on_commit(self._keys[slot])
+            self.on_commit(self._index.keys_of(slots))
 
     def abort(self, slots: Slots) -> None:
-        """These WRITING pages will not come, and nothing writes to their slots any more."""
-        with self._dropping() as drop:
+        """These WRITING pages will not come, and nothing writes to their slots any more.
+
+        Args: `slots`: in chain order.
+        """
+        if self.window:
+            with self._dropping(visible=False) as drop:
+                drop(slots.tolist())
+            return
+        parent = self.policy.parent
+        inside = Counter(parent[slots].tolist())
+        followed = [s for s in slots.tolist() if self.policy.children[s] > inside[s]]
+        self._orphan_followers(np.array(followed, np.int64), but=set(slots.tolist()))
+        with self._dropping(visible=False) as drop:
+            run: list[int] = []
             for slot in reversed(slots.tolist()):
-                self._orphan_followers(np.array([slot]))
-                drop(slot)
+                if run and parent[run[-1]] != slot:
+                    drop(run)
+                    run = []
+                run.append(slot)
+            if run:
+                drop(run)
 
     def spoil(self, slots: Slots) -> int:
         """The bytes of these pages are not what they were: nobody finds them from now on, and what
@@ -313,7 +349,7 @@ class PagePool:
         self._orphan_followers(slots)
         with self._dropping() as drop:
             for slot in slots.tolist():
-                drop(slot)
+                drop([slot])
         held = slots[self._holds[slots] > 0]
         self._state[held] = _SPOILED
         self._free -= len(held)
@@ -322,12 +358,14 @@ class PagePool:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _orphan_followers(self, slots: Slots) -> None:
-        """What comes after these pages, whose slots are about to be given up, waits for them."""
+    def _orphan_followers(self, slots: Slots, but: Set[int] = frozenset()) -> None:
+        """What comes after these pages, whose slots are about to be given up, waits for them; but
+        for some that are given up too."""
         for slot in slots[self.policy.children[slots] > 0].tolist():
             for child in np.flatnonzero(self.policy.parent == slot).tolist():
-                self.policy.orphan(child)
-                self._wait_for(child, self._keys[slot])
+                if child not in but:
+                    self.policy.orphan(child)
+                    self._wait_for(child, self._index.keys_of(np.array([slot])).blob)
 
     def _set_free(self, slots: Slots) -> None:
         self._state[slots] = FREE
@@ -349,45 +387,50 @@ class PagePool:
             ancestor[linked] = ancestor[ancestor[linked]]
         return doomed
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int) -> Slots:
         """The lowest free slots: a run of pages gets a run of slots wherever one is free."""
         if count > self._free:
             raise AssertionError(f"{count} slots wanted of {self._free}")
         self._free -= count
-        taken: list[int] = []
+        taken: list[Slots] = []
         for span in np.flatnonzero(self._free_in).tolist():
-            if len(taken) == count:
+            if not count:
                 break
             first, end = span * SPAN, (span + 1) * SPAN
             free = np.flatnonzero(self._usable[first:end] & (self._state[first:end] == FREE))
-            free = free[: count - len(taken)] + first
+            free = free[:count] + first
             self._free_in[span] -= len(free)
-            taken += free.tolist()
-        return taken
+            count -= len(free)
+            taken.append(free)
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def _count_free(self, first: int, end: int, sign: int) -> None:
         """Slots `first` to `end`, all free, are usable from now on (1), or no more (-1)."""
         spans = np.bincount(np.arange(first, end) // SPAN)
-        more = max(0, len(spans) - len(self._free_in))
-        self._free_in = np.concatenate([self._free_in, np.zeros(more, np.int64)])
+        self._free_in = grown(self._free_in, len(spans))
         self._free_in[: len(spans)] += sign * spans
 
     def _place(
-        self, slot: int, key: bytes, before: bytes | None, previous: int | None, now: int
+        self, slots: Slots, keys: Keys, before: bytes | None, above: int | None, now: int
     ) -> None:
-        self._state[slot] = WRITING
-        self._keys[slot] = key
-        self._slots[key] = slot
-        self._records.writing(slot, key, before)
-        if previous is not None:
-            self.policy.insert(slot, previous, now)
-        elif before:
-            self.policy.insert_orphan(slot)
-            self._wait_for(slot, before)
-        else:
-            self.policy.insert(slot, NO_PARENT, now)
-        for child in list(self._orphans.get(key, ())):
-            self._adopt(child, slot, now)
+        """A run of pages takes slots. `before`: the key of what it follows; `above`: its slot."""
+        if not len(slots):
+            return
+        self._state[slots] = WRITING
+        self._index.add(keys, slots)
+        parents = (before or bytes(KEY_BYTES)) + keys.blob[:-KEY_BYTES]
+        flags = np.full(len(slots), PARENT_KNOWN | HAS_PARENT, np.uint32)
+        flags[0] = PARENT_KNOWN * (before is not None) | HAS_PARENT * bool(before)
+        if self.window:
+            parents, flags = bytes(len(keys.blob)), np.zeros(len(slots), np.uint32)
+        self._records.writing(slots, keys.blob, parents, flags)
+        self.policy.insert(slots, NO_PARENT if above is None else above, now)
+        if above is None and before:
+            self._wait_for(int(slots[0]), before)
+        if self._orphans:
+            for key, slot in zip(keys.split(), slots.tolist(), strict=True):
+                for child in list(self._orphans.get(key, ())):
+                    self._adopt(child, slot, now)
 
     def _adopt(self, slot: int, parent: int, now: int) -> None:
         """Link a page to a predecessor that was not here or not known before.
@@ -417,30 +460,40 @@ class PagePool:
     def _evictable(self, slot: int) -> bool:
         return bool(self._state[slot] == COMMITTED and not self._holds[slot])
 
-    def _drop(self, slot: int) -> None:
-        self._forget_orphan(slot)
-        self.policy.remove(slot)
-        key = self._keys[slot]
-        visible = self.is_committed(slot)
-        del self._slots[key]
-        self._keys[slot] = b""
-        self._state[slot] = FREE
-        self._free += 1
-        self._free_in[slot // SPAN] += 1
+    def _drop(self, run: Slots, visible: bool) -> None:
+        if self._orphan_of:
+            for slot in run.tolist():
+                self._forget_orphan(slot)
+        self.policy.remove(run)
+        keys = self._index.remove(run)
+        self._committed -= len(run) if visible else 0
+        self._set_free(run)
         if self.on_drop is not None:
-            self.on_drop(key, visible)
+            self.on_drop(keys, visible)
 
     @contextmanager
-    def _dropping(self) -> Iterator[Callable[[int], None]]:
-        """Gives what drops a page; their headers are written as one when all are dropped."""
-        slots: list[int] = []
+    def _dropping(self, *, visible: bool = True) -> Iterator[Callable[[Sequence[int]], None]]:
+        """Gives what drops a run of pages, from the last one upwards; their headers are written
+        as one when all are dropped."""
+        runs: list[Slots] = []
 
-        def drop(slot: int) -> None:
-            self._drop(slot)
-            slots.append(slot)
+        def drop(run: Sequence[int]) -> None:
+            runs.append(np.array(run, np.int64))
+            self._drop(runs[-1], visible)
 
         yield drop
-        self._records.freed(np.array(slots, np.int64))
+        if runs:
+            self._records.freed(np.sort(np.concatenate(runs)))
+
+
+def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """(first, end) of each stretch of true elements."""
+    if mask.all():
+        if len(mask):
+            yield 0, len(mask)
+        return
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 class Catalog:
@@ -472,16 +525,16 @@ class Catalog:
         salt = Salt(self.digest, pool.name)
         presence = self._presence
 
-        def show(key: bytes) -> None:
+        def show(keys: Keys) -> None:
             if presence is not None:
-                presence.add(key, salt)
+                presence.add(keys.blob, salt)
 
-        def forget(key: bytes, visible: bool) -> None:
+        def forget(keys: Keys, visible: bool) -> None:
             if presence is not None and visible:
-                presence.remove(key, salt)
+                presence.remove(keys.blob, salt)
             for other in self.pools.values():
                 if other.window:
-                    other.forget(key)
+                    other.forget(keys)
 
         pool.on_commit, pool.on_drop = show, forget
 

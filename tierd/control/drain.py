@@ -18,9 +18,7 @@ class Drain:
     def left(self, groups: Iterable[Group], now: float) -> str:
         """What is still under way, in words; empty: the daemon may go."""
         groups = list(groups)
-        backups = sum(g.sequencer.waiting for g in groups if g.sequencer) + sum(
-            len(g.backups) for g in groups if g.backups
-        )
+        backups = sum(g.undecided + (len(g.backups) if g.backups else 0) for g in groups)
         restores = sum(g.leases.restoring for g in groups)
         leases = sum(len(g.leases) for g in groups) if now < self.loads_until else 0
         counts = {"backups": backups, "restores": restores, "leases": leases}

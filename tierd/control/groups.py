@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tierd.channel import Channel, close_all
-from tierd.control.backups import Backup, Backups, Offer, Sequencer
+from tierd.control.backups import Backup, Backups, Offer, Piece, Placement, Sequencer
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier
 from tierd.control.leases import Leases
@@ -16,7 +17,20 @@ from tierd.control.ring import RingLedger
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import geometry_of, namespace_digest
 from tierd.wire.layout import Segment, read_segment_spec
-from tierd.wire.messages import FromLifeline, PoolSpec, Register
+from tierd.wire.messages import Flush, FromLifeline, PoolSpec, Register, Supply
+
+
+@dataclass
+class Inbound:
+    """A message whose backups are still to be noted, from item `item` and key `key` on."""
+
+    message: Flush | Supply
+    item: int = 0
+    key: int = 0
+
+    @property
+    def unseen(self) -> int:
+        return len(self.message.items) - self.item if isinstance(self.message, Flush) else 1
 
 
 @dataclass(eq=False)
@@ -45,6 +59,8 @@ class Session:
     paths: list[str] = field(default_factory=list)
     ring: RingLedger = field(default_factory=RingLedger)
     """Its backup ring."""
+    inbox: deque[Inbound] = field(default_factory=deque)
+    """What it has reported and nobody has looked at, in the order of its ring."""
     restore_ring_end: int = 0
 
     def pool_index(self, name: str) -> int:
@@ -99,6 +115,35 @@ class Heal:
     offers: dict[int, Offer] = field(default_factory=dict)
 
 
+@dataclass
+class Placing:
+    """A backup, or what comes before one, that is getting its slots.
+
+    `ring_name`: of its part of every rank's ring. `lacks_since`: since when there is no room.
+    """
+
+    placement: Placement
+    catalog: Catalog
+    offers: dict[int, Offer]
+    ring_name: Hashable
+    lacks_since: float | None = None
+
+
+@dataclass
+class Batch:
+    """What one rank's copier will be told in one job.
+
+    `parts`: by the rank's pool index, (ring position of the part, pages to copy).
+    """
+
+    fence: int
+    parts: dict[int, list[tuple[int, Piece]]] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    tickets: dict[int, None] = field(default_factory=dict)
+    consumed: int = 0
+    pages: int = 0
+
+
 @dataclass(eq=False)
 class Group:
     """The ranks of one engine, who must always get the same answers.
@@ -114,8 +159,9 @@ class Group:
     sessions: dict[int, Session] = field(default_factory=dict)
     sequencer: Sequencer | None = None
     backups: Backups | None = None
-    waits_for_room: bool = False
-    """The next backup cannot be decided before a chunk is pinned or given back."""
+    placing: Placing | None = None
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """By rank, what is still to be told to its copier."""
     acks: list[tuple[int, bool]] = field(default_factory=list)
     catalogs: dict[str, Catalog] = field(default_factory=dict)
     heals: dict[int, Heal] = field(default_factory=dict)
@@ -136,9 +182,29 @@ class Group:
         )
 
     @property
+    def undecided(self) -> int:
+        """Backups that have arrived and nobody has decided; those of a step count once a rank
+        while nobody has looked at them."""
+        unseen = sum(inbound.unseen for s in self.sessions.values() for inbound in s.inbox)
+        return unseen + (self.sequencer.waiting if self.sequencer else 0)
+
+    @property
     def supplies(self) -> bool:
         """Can all ranks say what comes before a backup?"""
         return all(session.info.supplies for session in self.sessions.values())
+
+    def settle_ring(self, name: Hashable) -> None:
+        """A part of every rank's backup ring will not be read by later jobs."""
+        for session in self.sessions.values():
+            session.ring.settle(name)
+
+    def give_up_placing(self) -> None:
+        """The backup that is getting slots gets no more, and is not kept."""
+        if self.placing is not None:
+            backup = self.placing.placement.backup
+            backup.owner.give_up(backup)
+            self.settle_ring(self.placing.ring_name)
+            self.placing = None
 
     def digest(self, epoch: str) -> bytes:
         return namespace_digest(self.namespace, self.world_size, self.pools, epoch)

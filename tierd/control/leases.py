@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierd.control.catalog import PagePool
+from tierd.control.keys import Keys
 from tierd.eviction.policy import Slots
 
 FEW = 4
 """Boundaries that a lookup answers with, at most."""
 
-Want = Sequence[tuple[PagePool, Sequence[bytes]]]
+Want = Sequence[tuple[PagePool, Keys]]
 """Per pool of a load, the keys of the pages that it restores."""
 
 Held = list[tuple[PagePool, Slots]]
@@ -72,7 +73,7 @@ class Leases:
     def lookup(
         self,
         rid: str,
-        keys: Sequence[bytes],
+        keys: Keys,
         pools: Sequence[PagePool],
         signature: bytes,
         *,

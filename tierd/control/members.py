@@ -224,11 +224,11 @@ class Members:
         self._state.by_route.pop(session.routing_id, None)
         if group.sessions.get(info.rank) is session:
             del group.sessions[info.rank]
+        group.give_up_placing()
         if group.sequencer is not None:
             for seq in group.sequencer.drop():
                 group.acks.append((seq, False))
-                for other in group.sessions.values():
-                    other.ring.settle(seq)
+                group.settle_ring(seq)
             group.sequencer = None
         for heal in group.heals.values():
             heal.backup.owner.give_up_prefix(heal.backup)

@@ -6,10 +6,11 @@ import numpy as np
 
 from tierd.control.copiers import Job
 from tierd.control.groups import Session
+from tierd.control.keys import Keys
 from tierd.control.leases import Held, Want
 from tierd.control.ring import check_ring
 from tierd.control.state import State
-from tierd.wire import codec, limits, messages
+from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import RESTORE_ENTRIES
 
@@ -36,7 +37,7 @@ class RestoreDesk:
             catalog = self._state.catalog(group, message.epoch)
             lengths = group.leases.lookup(
                 message.rid,
-                codec.split_keys(message.keys),
+                Keys(message.keys),
                 [catalog.pools[name] for name in names],
                 bytes(message.pools) + message.keys,
                 now=now,
@@ -53,7 +54,7 @@ class RestoreDesk:
         if len(set(names)) != len(names):
             raise ProtocolError(f"`parts` names a pool twice: {names}")
         catalog = self._state.catalog(session.group, epoch)
-        keys = codec.split_keys(blob)
+        keys = Keys(blob)
         want, at = [], 0
         for name, part in zip(names, parts, strict=True):
             want.append((catalog.pools[name], keys[at : at + part.pages]))

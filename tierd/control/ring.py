@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ def check_ring(part: Part, size: int) -> None:
 
 @dataclass
 class _Part:
-    name: Hashable
     end: int
     settled: bool = False
 
@@ -36,17 +35,18 @@ class RingLedger:
 
     def __init__(self) -> None:
         self.consumed = 0
-        self._parts: deque[_Part] = deque()
+        self._parts: OrderedDict[Hashable, _Part] = OrderedDict()
 
     def note(self, name: Hashable, end: int) -> None:
-        """A part that ends at ring position `end` was filled."""
-        self._parts.append(_Part(name, end))
+        """A part that ends at ring position `end` was filled; only a name's first one counts."""
+        self._parts.setdefault(name, _Part(end))
 
     def settle(self, name: Hashable) -> None:
         """A part is not needed any more once the jobs so far have been read. It may be unknown."""
-        for part in self._parts:
-            if part.name == name:
-                part.settled = True
+        if name in self._parts:
+            self._parts[name].settled = True
+        while self._parts:
+            first = next(iter(self._parts))
+            if not self._parts[first].settled:
                 break
-        while self._parts and self._parts[0].settled:
-            self.consumed = max(self.consumed, self._parts.popleft().end)
+            self.consumed = max(self.consumed, self._parts.pop(first).end)

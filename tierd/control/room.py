@@ -70,7 +70,16 @@ class RoomKeeper:
         if name in catalog.pools:
             return
         rows = ChunkRows(host)
-        pool = PagePool(name, page_tokens, host, catalog.world_size, rows, window)
+        most = self.store.budget_bytes // (host.chunk_bytes * catalog.world_size)
+        pool = PagePool(
+            name,
+            page_tokens,
+            host,
+            catalog.world_size,
+            rows,
+            window,
+            most=most * host.chunk_slots,
+        )
         catalog.add_pool(pool)
         self._rows[id(pool)] = rows
         self._pools[id(pool)] = pool
@@ -139,7 +148,7 @@ class RoomKeeper:
             self._drop_broken(key)
         if self._promise is not None and self._promise[1] <= now:
             self._promise = None
-        if self.stock.busy or self._promise is not None:
+        if self.stock.busy or self._promise is not None or len(self._pools) == 1:
             return
         pressed, self._pressed = self._pressed, set()
         for pool in [self._pools[number] for number in pressed if number in self._pools]:

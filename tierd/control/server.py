@@ -1,7 +1,8 @@
 """The control process: one event loop that receives, lets the pure parts decide, and carries out.
 
 What arrives is handled in this order: deaths, leases and restores, then backups, which are only
-noted on arrival and decided in slices, so that one long step of one engine holds nobody back.
+queued on arrival and worked on in slices between two looks at the sockets, so that one long step of
+one engine holds nobody back.
 """
 
 from __future__ import annotations
@@ -110,13 +111,14 @@ class Control:
             for copier in self._state.copiers.values():
                 copier.start(time.monotonic())
             announced = False
+            more = False
             while True:
-                self._wait()
+                ready = self._wait(0.0 if more else TICK_S if self._is_busy() else IDLE_S)
                 now = time.monotonic()
                 ended = self._drain(now)
                 if ended is not None:
                     return ended
-                self.turn(now)
+                more = self.turn(now, ready)
                 if not announced:
                     dead = [c for c in self._state.copiers.values() if c.state is CopierState.DEAD]
                     if dead:
@@ -160,10 +162,14 @@ class Control:
             return EXIT_UNFINISHED
         return None
 
-    def turn(self, now: float) -> None:
-        """Take what has arrived, do what is due. Never waits."""
-        self._receive(now)
-        self._backups.decide(now)
+    def turn(self, now: float, ready: set[Any] | None = None) -> bool:
+        """Take what has arrived, work for a slice, do what is due. Never waits.
+
+        Args: `ready`: what there is to read, as `_wait` has it; None: see for yourself.
+        Returns: whether there is more to do at once.
+        """
+        self._receive(self._wait(0.0) if ready is None else ready, now)
+        more = self._backups.work(now)
         self._backups.send_acks()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -176,6 +182,7 @@ class Control:
                 "nothing is lost. If this comes back, give the daemon more CPU",
                 took_s,
             )
+        return more
 
     def _can_serve(self, copier: Copier) -> bool:
         return copier.state is CopierState.READY and self._state.room.stock.can_serve(copier)
@@ -220,25 +227,29 @@ class Control:
 
     # --- waiting and receiving ----------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Block until something arrives or is due."""
-        poller = zmq.Poller()
-        poller.register(self._state.endpoint.router, zmq.POLLIN)
-        poller.register(self._state.endpoint.listener, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
+    def _wait(self, patience_s: float) -> set[Any]:
+        """Block until something arrives, or the time is up.
+
+        Returns: the descriptors, and the router, that have something to read or room to write.
+        """
+        wanted: list[tuple[Any, int]] = [
+            (self._state.endpoint.router, zmq.POLLIN),
+            (self._state.endpoint.listener.fileno(), zmq.POLLIN),
+            (self._wake_out.fileno(), zmq.POLLIN),
+        ]
         for channel in self._channels():
-            poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if channel.wants_write else 0))
+            wants = zmq.POLLIN | (zmq.POLLOUT if channel.wants_write else 0)
+            wanted.append((channel.fileno(), wants))
         for copier in self._state.copiers.values():
             if copier.state is CopierState.ENDING:
-                poller.register(copier.pidfd, zmq.POLLIN)
-        patience_s = 0.0 if self._can_work() else TICK_S if self._is_busy() else IDLE_S
-        poller.poll(int(patience_s * 1000))
-        with contextlib.suppress(BlockingIOError):
-            self._wake_out.recv(64)
-
-    def _can_work(self) -> bool:
-        """Is there something to do without waiting?"""
-        return self._backups.can_decide() or any(c.channel.closed for c in self._connections)
+                wanted.append((copier.pidfd, zmq.POLLIN))
+        if any(connection.channel.closed for connection in self._connections):
+            patience_s = 0.0
+        ready = {what for what, _ in zmq.zmq_poll(wanted, int(patience_s * 1000))}
+        if self._wake_out.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_out.recv(64)
+        return ready
 
     def _is_busy(self) -> bool:
         """Is anything under way that has a deadline?"""
@@ -248,7 +259,7 @@ class Control:
             or self._members.busy
             or self._backups.heals
             or state.room.busy
-            or any(g.sequencer and g.sequencer.waiting for g in state.groups.values())
+            or any(g.placing or g.undecided for g in state.groups.values())
             or any(len(g.leases) or g.leases.restoring for g in state.groups.values())
             or any(copier.jobs for copier in state.copiers.values())
             or any(copier.state is not CopierState.READY for copier in state.copiers.values())
@@ -263,15 +274,21 @@ class Control:
             if copier.channel is not None:
                 yield copier.channel
 
-    def _receive(self, now: float) -> None:
+    def _receive(self, ready: set[Any], now: float) -> None:
+        endpoint = self._state.endpoint
         for copier in self._state.copiers.values():
-            self._receive_copier(copier, now)
+            heard = copier.channel is not None and copier.channel.fileno() in ready
+            if heard or copier.state is CopierState.ENDING:
+                self._receive_copier(copier, now)
         for connection in list(self._connections):
-            self._receive_lifeline(connection, now)
-        for channel in self._state.endpoint.accept():
-            self._connections.append(Connection(channel))
-        for route, data in self._state.endpoint.receive():
-            self._receive_client(route, data, now)
+            if connection.channel.closed or connection.channel.fileno() in ready:
+                self._receive_lifeline(connection, now)
+        if endpoint.listener.fileno() in ready:
+            for channel in endpoint.accept():
+                self._connections.append(Connection(channel))
+        if endpoint.router in ready:
+            for route, data in endpoint.receive():
+                self._receive_client(route, data, now)
 
     def _receive_copier(self, copier: Copier, now: float) -> None:
         if copier.state is CopierState.ENDING:
@@ -338,10 +355,7 @@ class Control:
             else:
                 self._members.reset(session, message)
         except ProtocolError as error:
-            self._state.counters["errors"] += 1
-            who = f"rank {session.info.rank}" if session else "a stranger"
-            log.warning("bad message from %s: %s", who, error)
-            self._state.endpoint.send(route, messages.Error(reason=str(error)))
+            self._state.complain(route, error)
 
     # --- the lifeline -------------------------------------------------------------------------
 

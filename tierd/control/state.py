@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from tierd.memory.chunks import ChunkStore
 from tierd.memory.presence import SharedPresence
 from tierd.memory.source import AnonymousMemory
 from tierd.wire import messages
+from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import HostLayout, namespace_digest, pool_layout
+
+log = logging.getLogger("tierd.control")
 
 COUNTERS = (
     "messages",
@@ -86,6 +90,14 @@ class State:
         """Recency for the eviction policies: a count, not a clock."""
         self._tick += 1
         return self._tick
+
+    def complain(self, route: bytes, error: ProtocolError) -> None:
+        """Tell a client that what it has sent makes no sense."""
+        session = self.by_route.get(route)
+        self.counters["errors"] += 1
+        who = f"rank {session.info.rank}" if session else "a stranger"
+        log.warning("bad message from %s: %s", who, error)
+        self.endpoint.send(route, messages.Error(reason=str(error)))
 
     def new_job(
         self,

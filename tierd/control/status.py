@@ -99,7 +99,7 @@ def _queue(groups: list[Group], now: float) -> dict[str, Any]:
     waiting = [group.sequencer for group in groups if group.sequencer]
     deciding = [group.backups for group in groups if group.backups]
     return {
-        "backups": sum(s.waiting for s in waiting) + sum(len(b) for b in deciding),
+        "backups": sum(g.undecided for g in groups) + sum(len(b) for b in deciding),
         "backup_pages": sum(b.pages_in_flight for b in deciding),
         "restores": sum(group.leases.restoring for group in groups),
         "oldest_s": max((s.oldest_s(now) for s in waiting), default=0.0),

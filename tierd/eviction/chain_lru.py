@@ -8,47 +8,48 @@ recent as whatever was built on it, without a walk up the chain at every use.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Slots
 
 _NEVER = 0
 
 
 class ChainLru:
-    """See `tierd.eviction.policy.EvictionPolicy`. Amortised O(log n) a page."""
+    """See `tierd.eviction.policy.EvictionPolicy`. Amortised O(log n) a run.
 
-    def __init__(self) -> None:
-        self.parent: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self.children: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._last_use: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._present: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        # (last use when pushed, slot). An entry may be outdated; pop_victim checks.
+    Args: `most`: how many slots to expect; more cost a copy of what is known of the others.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.parent: npt.NDArray[np.int64] = column(np.int64, most)
+        self.children: npt.NDArray[np.int32] = column(np.int32, most)
+        self._last_use: npt.NDArray[np.int64] = column(np.int64, most)
+        self._present: npt.NDArray[np.bool_] = column(np.bool_, most)
+        # (last use when pushed, slot). An entry may be outdated; `evict` checks.
         self._leaves: list[tuple[int, int]] = []
 
     def grow(self, capacity: int) -> None:
-        more = capacity - len(self.parent)
-        if more <= 0:
-            return
-        self.parent = np.concatenate([self.parent, np.full(more, NO_PARENT, np.int64)])
-        self.children = np.concatenate([self.children, np.zeros(more, np.int32)])
-        self._last_use = np.concatenate([self._last_use, np.zeros(more, np.int64)])
-        self._present = np.concatenate([self._present, np.zeros(more, np.bool_)])
+        self.parent = grown(self.parent, capacity, NO_PARENT)
+        self.children = grown(self.children, capacity)
+        self._last_use = grown(self._last_use, capacity)
+        self._present = grown(self._present, capacity)
 
-    def insert(self, slot: int, parent: int, now: int) -> None:
-        self._present[slot] = True
-        self.parent[slot] = parent
-        self.children[slot] = 0
-        self._last_use[slot] = now
+    def insert(self, run: Slots, parent: int, now: int) -> None:
+        first, last = int(run[0]), int(run[-1])
+        self._present[run] = True
+        self._last_use[run] = now
+        self.parent[run[1:]] = run[:-1]
+        self.children[run] = 1
+        self.parent[first] = parent
+        self.children[last] = 0
         if parent != NO_PARENT:
             self.children[parent] += 1
-        self._push(slot)
-
-    def insert_orphan(self, slot: int) -> None:
-        self.insert(slot, NO_PARENT, _NEVER)
+        self._push(last)
 
     def link(self, slot: int, parent: int, now: int) -> None:
         self.parent[slot] = parent
@@ -66,12 +67,13 @@ class ChainLru:
     def touch(self, slots: Slots, now: int) -> None:
         self._last_use[slots] = now
 
-    def remove(self, slot: int) -> None:
-        parent = int(self.parent[slot])
-        used = int(self._last_use[slot])
-        self._present[slot] = False
-        self._last_use[slot] = _NEVER
-        self.parent[slot] = NO_PARENT
+    def remove(self, run: Slots) -> None:
+        parent = int(self.parent[run[-1]])
+        used = int(self._last_use[run].max())
+        self._present[run] = False
+        self._last_use[run] = _NEVER
+        self.parent[run] = NO_PARENT
+        self.children[run] = 0
         if parent != NO_PARENT:
             self.children[parent] -= 1
             self._last_use[parent] = max(int(self._last_use[parent]), used)
@@ -79,7 +81,7 @@ class ChainLru:
                 self._push(parent)
 
     def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
+        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
     ) -> int:
         held: list[tuple[int, int]] = []
         gone = 0
@@ -90,8 +92,9 @@ class ChainLru:
             if self._last_use[slot] != used:
                 self._push(slot)
             elif evictable(slot):
-                drop(slot)
-                gone += 1
+                run = self._upwards(slot, count - gone, evictable)
+                drop(run)
+                gone += len(run)
             else:
                 held.append((used, slot))
         for entry in held:
@@ -99,9 +102,32 @@ class ChainLru:
         self._compact()
         return gone
 
-    def recency(self, slots: Slots) -> int:
-        """The latest use among these slots."""
+    def recency(self, slots: Slots | slice) -> int:
         return int(self._last_use[slots].max(initial=_NEVER))
+
+    def _upwards(self, leaf: int, most: int, evictable: Callable[[int], bool]) -> list[int]:
+        """The coldest leaf and those before it that are the coldest in their turn: nothing else
+        follows them, and they were used no later."""
+        parent, children = self.parent.item, self.children.item
+        last_use = self._last_use.item
+        used = last_use(leaf)
+        run = [leaf]
+        above = parent(leaf)
+        while (
+            len(run) < most
+            and above != NO_PARENT
+            and children(above) == 1
+            and last_use(above) <= used
+            and self._alike(above, leaf)
+            and evictable(above)
+        ):
+            run.append(above)
+            above = parent(above)
+        return run
+
+    def _alike(self, slot: int, other: int) -> bool:
+        """Does recency alone decide between these two?"""
+        return True
 
     def _push(self, slot: int) -> None:
         heapq.heappush(self._leaves, (int(self._last_use[slot]), slot))

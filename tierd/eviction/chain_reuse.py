@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.chain_lru import ChainLru
+from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Slots
 
 NEW, CONTINUED, REUSED = range(3)
@@ -43,28 +44,29 @@ which are not seen before they have been kept from one use to the next: 16 times
 
 
 class ChainReuse(ChainLru):
-    """See `tierd.eviction.policy.EvictionPolicy`. Amortised O(log n) a page."""
+    """See `tierd.eviction.policy.EvictionPolicy`. Amortised O(log n) a run.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._class: npt.NDArray[np.int8] = np.empty(0, np.int8)
+    Args: `most`: as `ChainLru`.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        super().__init__(most)
+        self._class: npt.NDArray[np.int8] = column(np.int8, most)
         # Per class, as ChainLru's one: (last use when pushed, slot), perhaps outdated.
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(CLASSES)]
-        self._hits: npt.NDArray[np.float64] = np.zeros(CLASSES)
-        self._losses: npt.NDArray[np.float64] = np.zeros(CLASSES)
+        self._hits = [0.0] * CLASSES
+        self._losses = [0.0] * CLASSES
         self._now = 0
         self._victim_use = 0
 
     def grow(self, capacity: int) -> None:
-        more = capacity - len(self._class)
-        if more > 0:
-            self._class = np.concatenate([self._class, np.zeros(more, np.int8)])
+        self._class = grown(self._class, capacity)
         super().grow(capacity)
 
-    def insert(self, slot: int, parent: int, now: int) -> None:
+    def insert(self, run: Slots, parent: int, now: int) -> None:
         self._now = max(self._now, now)
-        self._class[slot] = self._class_after(parent)
-        super().insert(slot, parent, now)
+        self._class[run] = self._class_after(parent)
+        super().insert(run, parent, now)
 
     def touch(self, slots: Slots, now: int) -> None:
         if now:
@@ -73,7 +75,7 @@ class ChainReuse(ChainLru):
         super().touch(slots, now)
 
     def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
+        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
     ) -> int:
         chances = self._chances()
         held: list[int] = []
@@ -86,16 +88,20 @@ class ChainReuse(ChainLru):
             if not evictable(slot):
                 held.append(slot)
                 continue
+            run = self._upwards(slot, count - gone, evictable)
             if used:
-                self._losses[coldest] += 1
+                self._losses[coldest] += len(run)
                 self._victim_use = used
-            drop(slot)
-            gone += 1
+            drop(run)
+            gone += len(run)
         for slot in held:
             self._push(slot)
         self._age_observations()
         self._compact()
         return gone
+
+    def _alike(self, slot: int, other: int) -> bool:
+        return self._class.item(slot) == self._class.item(other)
 
     def _class_after(self, parent: int) -> int:
         """The class of a page that comes after the one in slot `parent`."""
@@ -114,11 +120,14 @@ class ChainReuse(ChainLru):
     def _observe(self, slots: Slots, now: int) -> None:
         """Count a use of a chain's pages, and make them REUSED."""
         again = now - self._last_use[slots] > self._burst()
+        if not again.any():
+            return
         # What comes before a fork is used for the sake of several chains. It is hardly ever a
         # leaf, and would make every page of its class look used.
         forks = np.flatnonzero(self.children[slots] > 1)
         own = np.arange(len(slots)) > (forks[-1] if len(forks) else -1)
-        self._hits += np.bincount(self._class[slots[again & own]], minlength=CLASSES)
+        counts = np.bincount(self._class[slots[again & own]], minlength=CLASSES).tolist()
+        self._hits = [hits + more for hits, more in zip(self._hits, counts, strict=True)]
         changed = slots[again & (self._class[slots] != REUSED)]
         self._class[changed] = REUSED
         self._last_use[changed] = now
@@ -127,14 +136,15 @@ class ChainReuse(ChainLru):
 
     def _chances(self) -> list[float]:
         """Per class, the chance that a page is used again, beside the best class's."""
-        seen = self._hits + self._losses
         prior = max(LEAST_PRIOR, PRIOR * len(self._present))
-        overall = (self._hits.sum() + 1) / (seen.sum() + 1)
-        chance = (self._hits + prior * overall) / (seen + prior)
-        relative = chance / chance.max()
-        # In powers of two: the order of pages must not hang on noise.
-        told = np.where(relative < TELLING, np.exp2(np.round(np.log2(relative))), 1.0)
-        return [float(c) for c in np.maximum(told, LEAST_CHANCE)]
+        hits, seen = sum(self._hits), sum(self._hits) + sum(self._losses)
+        overall = (hits + 1) / (seen + 1)
+        chances = [
+            (hits + prior * overall) / (hits + losses + prior)
+            for hits, losses in zip(self._hits, self._losses, strict=True)
+        ]
+        best = max(chances)
+        return [max(_told(chance / best), LEAST_CHANCE) for chance in chances]
 
     def _coldest(self, chances: list[float]) -> int | None:
         """The class whose oldest leaf is to go; None if there is no leaf."""
@@ -162,9 +172,9 @@ class ChainReuse(ChainLru):
         return None
 
     def _age_observations(self) -> None:
-        if self._hits.sum() + self._losses.sum() > MEMORY * len(self._present):
-            self._hits /= 2
-            self._losses /= 2
+        if sum(self._hits) + sum(self._losses) > MEMORY * len(self._present):
+            self._hits = [hits / 2 for hits in self._hits]
+            self._losses = [losses / 2 for losses in self._losses]
 
     def _push(self, slot: int) -> None:
         heapq.heappush(self._heaps[self._class[slot]], (int(self._last_use[slot]), slot))
@@ -178,3 +188,9 @@ class ChainReuse(ChainLru):
             mine = leaves[self._class[leaves] == which]
             self._heaps[which] = [(int(self._last_use[s]), int(s)) for s in mine]
             heapq.heapify(self._heaps[which])
+
+
+def _told(relative: float) -> float:
+    """A chance beside the best class's, in powers of two: the order of pages must not hang on
+    noise."""
+    return 2.0 ** round(math.log2(relative)) if relative < TELLING else 1.0

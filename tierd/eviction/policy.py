@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ NO_PARENT = -1
 class EvictionPolicy(Protocol):
     """Orders the pages of one pool for eviction.
 
-    `now` is a count that only grows, passed in by the caller: recency without a clock.
+    Pages come and go in runs: pages of one chain that follow each other. `now` is a count that
+    only grows, passed in by the caller: recency without a clock.
     """
 
     parent: npt.NDArray[np.int64]
@@ -27,11 +28,11 @@ class EvictionPolicy(Protocol):
     def grow(self, capacity: int) -> None:
         """Slots 0 .. capacity - 1 may be used from now on."""
 
-    def insert(self, slot: int, parent: int, now: int) -> None:
-        """A page takes a slot, after the page in slot `parent` (or NO_PARENT)."""
+    def insert(self, run: Slots, parent: int, now: int) -> None:
+        """A run of pages takes slots, after the page in slot `parent` (or NO_PARENT).
 
-    def insert_orphan(self, slot: int) -> None:
-        """A page takes a slot although the page before it is not here: worth nothing yet."""
+        `now` 0: although the page before them is not here, so that they are worth nothing yet.
+        """
 
     def link(self, slot: int, parent: int, now: int) -> None:
         """The page in `slot` turns out to follow the one in `parent`."""
@@ -43,17 +44,19 @@ class EvictionPolicy(Protocol):
         """These pages were used. What comes before them in their chains counts as used too. 0:
         they have turned out to be of no use to anybody, and go first."""
 
-    def remove(self, slot: int) -> None:
-        """The page in `slot` is gone. It must have no successors here."""
+    def remove(self, run: Slots) -> None:
+        """A run of pages is gone, named from its last page upwards. That page must have no
+        successors here, and the others none but the one named before them."""
 
     def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
+        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
     ) -> int:
-        """Choose up to `count` victims, one after the other.
+        """Choose up to `count` victims.
 
-        Each is given to `drop`, which calls `remove`; that may make its predecessor the next
-        candidate. Returns how many went: fewer only if no other page may go.
+        They are given to `drop` as runs, from the last page upwards, and it calls `remove`; that
+        may make the page before them the next candidate. Returns how many went: fewer only if no
+        other page may go.
         """
 
-    def recency(self, slots: Slots) -> int:
+    def recency(self, slots: Slots | slice) -> int:
         """The latest use among these slots; 0 if there is no page in them."""

@@ -10,11 +10,12 @@ page is as old as that page was, and is next in line.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Slots
 
 _NEVER = 0
@@ -24,37 +25,34 @@ class WindowLru:
     """See `tierd.eviction.policy.EvictionPolicy`. Knows no chains: every page is a leaf.
 
     Amortised O(log n) a page.
+
+    Args: `most`: how many slots to expect; more cost a copy of what is known of the others.
     """
 
-    def __init__(self) -> None:
-        self.parent: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self.children: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._last_use: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._present: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+    def __init__(self, most: int = 0) -> None:
+        self.parent: npt.NDArray[np.int64] = column(np.int64, most)
+        self.children: npt.NDArray[np.int32] = column(np.int32, most)
+        self._last_use: npt.NDArray[np.int64] = column(np.int64, most)
+        self._order: npt.NDArray[np.int64] = column(np.int64, most)
+        self._present: npt.NDArray[np.bool_] = column(np.bool_, most)
         self._inserted = 0
         # (last use when pushed, order of insertion, slot). May be outdated; `evict` checks.
         self._queue: list[tuple[int, int, int]] = []
 
     def grow(self, capacity: int) -> None:
-        more = capacity - len(self.parent)
-        if more <= 0:
-            return
-        self.parent = np.concatenate([self.parent, np.full(more, NO_PARENT, np.int64)])
-        self.children = np.concatenate([self.children, np.zeros(more, np.int32)])
-        self._last_use = np.concatenate([self._last_use, np.zeros(more, np.int64)])
-        self._order = np.concatenate([self._order, np.zeros(more, np.int64)])
-        self._present = np.concatenate([self._present, np.zeros(more, np.bool_)])
+        self.parent = grown(self.parent, capacity, NO_PARENT)
+        self.children = grown(self.children, capacity)
+        self._last_use = grown(self._last_use, capacity)
+        self._order = grown(self._order, capacity)
+        self._present = grown(self._present, capacity)
 
-    def insert(self, slot: int, parent: int, now: int) -> None:
-        self._inserted += 1
-        self._present[slot] = True
-        self._order[slot] = self._inserted
-        self._last_use[slot] = now
-        self._push(slot)
-
-    def insert_orphan(self, slot: int) -> None:
-        self.insert(slot, NO_PARENT, _NEVER)
+    def insert(self, run: Slots, parent: int, now: int) -> None:
+        self._present[run] = True
+        self._last_use[run] = now
+        for slot in run.tolist():
+            self._inserted += 1
+            self._order[slot] = self._inserted
+            heapq.heappush(self._queue, (now, self._inserted, slot))
 
     def link(self, slot: int, parent: int, now: int) -> None:
         """Chains mean nothing here."""
@@ -70,16 +68,16 @@ class WindowLru:
         for slot in older.tolist():
             self._push(slot)
 
-    def remove(self, slot: int) -> None:
-        self._present[slot] = False
-        self._last_use[slot] = _NEVER
+    def remove(self, run: Slots) -> None:
+        self._present[run] = False
+        self._last_use[run] = _NEVER
 
     def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[int], None]
+        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
     ) -> int:
         held: list[tuple[int, int, int]] = []
-        gone = 0
-        while gone < count and self._queue:
+        gone: list[int] = []
+        while len(gone) < count and self._queue:
             entry = heapq.heappop(self._queue)
             used, order, slot = entry
             if not self._present[slot] or self._order[slot] != order:
@@ -89,16 +87,18 @@ class WindowLru:
                     self._push(slot)
                 continue  # else it was demoted, and pushed then
             if evictable(slot):
-                drop(slot)
-                gone += 1
+                self._present[slot] = False  # an entry may be in the queue twice
+                gone.append(slot)
             else:
                 held.append(entry)
         for entry in held:
             heapq.heappush(self._queue, entry)
+        if gone:
+            drop(gone)
         self._compact()
-        return gone
+        return len(gone)
 
-    def recency(self, slots: Slots) -> int:
+    def recency(self, slots: Slots | slice) -> int:
         return int(self._last_use[slots].max(initial=_NEVER))
 
     def _push(self, slot: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,14 +104,19 @@ class ChunkRows:
             numbers[ordinals == ordinal] = self.rows[ordinal][shard].number
         return numbers, within.astype(np.uint32)
 
-    def writing(self, slot: int, key: bytes, parent: bytes | None) -> None:
-        ordinal, within = divmod(slot, self._host.chunk_slots)
-        known = layout.PARENT_KNOWN if parent is not None else 0
-        flags = known | (layout.HAS_PARENT if parent else 0)
-        for chunk in self.rows[ordinal]:
-            generation = (int(chunk.headers["generation"][within]) + 1) % 2**32
-            record = (layout.WRITING, generation, key, parent or bytes(32), flags, 0, b"")
-            chunk.headers[within] = record
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        names, before = np.frombuffer(keys, "V32"), np.frombuffer(parents, "V32")
+        for ordinal, here, where in self._by_chunk(slots):
+            for chunk in self.rows[ordinal]:
+                headers = chunk.headers
+                headers["state"][where] = layout.WRITING
+                headers["generation"][where] += np.uint32(1)
+                headers["key"][where] = names[here]
+                headers["parent"][where] = before[here]
+                headers["flags"][where] = flags[here]
+                headers["checksum"][where] = 0
 
     def committed(self, slots: Slots) -> None:
         self._set_state(slots, layout.COMMITTED)
@@ -119,10 +125,23 @@ class ChunkRows:
         self._set_state(slots, layout.FREE)
 
     def _set_state(self, slots: Slots, state: int) -> None:
-        ordinals, within = np.divmod(slots, self._host.chunk_slots)
-        for ordinal in np.unique(ordinals).tolist():
+        for ordinal, _, where in self._by_chunk(slots):
             for chunk in self.rows[ordinal]:
-                chunk.headers["state"][within[ordinals == ordinal]] = state
+                chunk.headers["state"][where] = state
+
+    def _by_chunk(self, slots: Slots) -> Iterator[tuple[int, slice, Slots | slice]]:
+        """Ascending slots chunk by chunk: its row, which of them it has, and where in it. A run
+        of slots is a slice, which costs a fraction."""
+        size = self._host.chunk_slots
+        at = 0
+        while at < len(slots):
+            first = int(slots[at])
+            ordinal = first // size
+            end = int(slots.searchsorted((ordinal + 1) * size))
+            here = slice(at, end)
+            start, run = first - ordinal * size, int(slots[end - 1]) - first == end - 1 - at
+            yield ordinal, here, slice(start, start + end - at) if run else slots[here] % size
+            at = end
 
 
 class ChunkStore:

@@ -142,12 +142,6 @@ def _check_keys(blob: bytes, pages: int) -> None:
         )
 
 
-def split_keys(blob: bytes) -> list[bytes]:
-    """A blob of keys as a list of 32-byte keys."""
-    size = limits.KEY_BYTES
-    return [blob[i : i + size] for i in range(0, len(blob), size)]
-
-
 def frame(data: bytes, fds: int = 0) -> bytes:
     """One frame of a stream socket: little-endian uint32 length and uint32 number of file
     descriptors that were sent beside it, then the message."""

@@ -9,12 +9,18 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import PAGE
+from tierd.wire.limits import KEY_BYTES
 
 MAGIC = 0x6C62745F64726574
 WIDTH = 8
 """Fingerprints of a bucket. The ninth word counts those that found no place in it."""
+FEW = 8
+"""Keys that are quicker done one by one."""
 _WORDS = WIDTH + 1
 _MASK = 2**64 - 1
 
@@ -59,6 +65,9 @@ class PresenceTable:
             raise ProtocolError(f"a presence table of {buckets} buckets in {len(words) * 8} bytes")
         self._words = words[PAGE // 8 :]
         self._mask = buckets - 1
+        self._table: npt.NDArray[np.uint64] = np.frombuffer(
+            self._words, np.uint64, count=buckets * _WORDS
+        ).reshape(buckets, _WORDS)
 
     @staticmethod
     def format(buffer: Any, buckets: int) -> PresenceTable:
@@ -74,27 +83,62 @@ class PresenceTable:
         bucket = self._words[at : at + _WORDS].tolist()
         return bool(bucket[WIDTH]) or fingerprint in bucket[:WIDTH]
 
-    def add(self, key: bytes, salt: Salt) -> None:
-        """A page can be hit from now on."""
-        at, fingerprint = self._place(key, salt)
-        for i in range(at, at + WIDTH):
-            if not self._words[i]:
-                self._words[i] = fingerprint
-                return
-        self._words[at + WIDTH] += 1
+    def add(self, keys: bytes, salt: Salt) -> None:
+        """Pages can be hit from now on. `keys`: one after the other, 32 bytes each."""
+        if len(keys) <= FEW * KEY_BYTES:
+            for i in range(0, len(keys), KEY_BYTES):
+                at, fingerprint = self._place(keys[i : i + KEY_BYTES], salt)
+                self._exchange(at, 0, fingerprint, spilled=1)
+            return
+        buckets, fingerprints, alone = self._places(keys, salt)
+        free = self._table[buckets, :WIDTH] == 0
+        placed = alone & free.any(axis=1)
+        self._table[buckets[placed], free.argmax(axis=1)[placed]] = fingerprints[placed]
+        self._table[buckets[alone & ~placed], WIDTH] += np.uint64(1)
+        for i in np.flatnonzero(~alone).tolist():
+            self._exchange(int(buckets[i]) * _WORDS, 0, int(fingerprints[i]), spilled=1)
 
-    def remove(self, key: bytes, salt: Salt) -> None:
-        """A page that was added is gone."""
-        at, fingerprint = self._place(key, salt)
-        for i in range(at, at + WIDTH):
-            if self._words[i] == fingerprint:
-                self._words[i] = 0
-                return
-        self._words[at + WIDTH] -= 1
+    def remove(self, keys: bytes, salt: Salt) -> None:
+        """Pages that were added are gone."""
+        if len(keys) <= FEW * KEY_BYTES:
+            for i in range(0, len(keys), KEY_BYTES):
+                at, fingerprint = self._place(keys[i : i + KEY_BYTES], salt)
+                self._exchange(at, fingerprint, 0, spilled=-1)
+            return
+        buckets, fingerprints, alone = self._places(keys, salt)
+        theirs = self._table[buckets, :WIDTH] == fingerprints[:, None]
+        placed = alone & theirs.any(axis=1)
+        self._table[buckets[placed], theirs.argmax(axis=1)[placed]] = 0
+        self._table[buckets[alone & ~placed], WIDTH] -= np.uint64(1)
+        for i in np.flatnonzero(~alone).tolist():
+            self._exchange(int(buckets[i]) * _WORDS, int(fingerprints[i]), 0, spilled=-1)
 
     def release(self) -> None:
         """Let go of the buffer."""
+        del self._table
         self._words.release()
+
+    def _places(
+        self, keys: bytes, salt: Salt
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Per key its bucket, its fingerprint, and whether it is the first of its bucket: the
+        others must be done one by one."""
+        words = np.frombuffer(keys, "<u8").reshape(-1, 4)
+        buckets = ((words[:, 0] ^ np.uint64(salt.low)) & np.uint64(self._mask)).astype(np.int64)
+        fingerprints = words[:, 1] ^ np.uint64(salt.high)
+        fingerprints[fingerprints == 0] = 1
+        alone = np.zeros(len(buckets), np.bool_)
+        alone[np.unique(buckets, return_index=True)[1]] = True
+        return buckets, fingerprints, alone
+
+    def _exchange(self, at: int, old: int, new: int, *, spilled: int) -> None:
+        """In the bucket that begins at word `at`, put a fingerprint in another's place; if that
+        is not there, count one `spilled`."""
+        for i in range(at, at + WIDTH):
+            if self._words[i] == old:
+                self._words[i] = new
+                return
+        self._words[at + WIDTH] += spilled
 
     def _place(self, key: bytes, salt: Salt) -> tuple[int, int]:
         """A page's first word, and its fingerprint, which is never 0. Keys are SHA-256 sums: any

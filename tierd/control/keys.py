@@ -1,0 +1,164 @@
+"""Page keys in bulk: as one blob, and as an index from key to slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.eviction.columns import column, grown
+from tierd.eviction.policy import Slots
+from tierd.wire.limits import KEY_BYTES
+
+MISSING = -1
+
+SHARDS = 256
+"""A dictionary that outgrows its table is rebuilt at once: 100 ms for three million pages, a
+fraction of one in each of so many parts."""
+LOOK = 16
+"""Keys that are looked up one by one before the next ones are expected in the slots that follow."""
+LONGEST_LOOK = 4096
+
+
+class Keys(Sequence[bytes]):
+    """Keys of pages in chain order, without an object for each.
+
+    Args: `blob`: KEY_BYTES for each key.
+    """
+
+    __slots__ = ("blob",)
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob = blob
+
+    @staticmethod
+    def of(keys: Iterable[bytes]) -> Keys:
+        return Keys(b"".join(keys))
+
+    def __len__(self) -> int:
+        return len(self.blob) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> bytes | Keys:
+        if isinstance(index, slice):
+            first, end, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("keys come in chain order")
+            return Keys(self.blob[first * KEY_BYTES : max(first, end) * KEY_BYTES])
+        first = range(len(self))[index] * KEY_BYTES
+        return self.blob[first : first + KEY_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.split())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and self.blob == other.blob
+
+    def __hash__(self) -> int:
+        return hash(self.blob)
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self)})"
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """Shape: (len(self), KEY_BYTES)."""
+        return np.frombuffer(self.blob, np.uint8).reshape(-1, KEY_BYTES)
+
+    def split(self) -> list[bytes]:
+        blob = self.blob
+        return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Keys:
+        """Those that a mask of shape (len(self),) names."""
+        return self if mask.all() else Keys(self.rows[mask].tobytes())
+
+
+class KeyIndex:
+    """Which slot each page lies in.
+
+    Pages of a chain mostly lie in a run of slots: once some do, the rest is compared with the keys
+    of the slots that follow, which costs a tenth of looking it up.
+
+    Args: `most`: how many slots to expect.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+        self._keys: npt.NDArray[np.uint8] = column(np.uint8, most, width=KEY_BYTES)
+        self._used: npt.NDArray[np.bool_] = column(np.bool_, most)
+
+    def grow(self, capacity: int) -> None:
+        """Slots 0 .. capacity - 1 may be used from now on."""
+        self._keys = grown(self._keys, capacity)
+        self._used = grown(self._used, capacity)
+
+    def get(self, key: bytes) -> int | None:
+        return self._shards[key[0]].get(key)
+
+    def keys_of(self, slots: Slots) -> Keys:
+        """The keys of slots that are in use."""
+        return Keys(self._keys[slots].tobytes())
+
+    def find(self, keys: Keys) -> Slots:
+        """The slot of each key, MISSING where there is none. Shape: (len(keys),)."""
+        return self._find(keys, to_first_missing=False)
+
+    def prefix(self, keys: Keys) -> Slots:
+        """The slots of the keys up to the first that is missing."""
+        return self._find(keys, to_first_missing=True)
+
+    def add(self, keys: Keys, slots: Slots) -> None:
+        """Different keys that are not here yet get slots that are free."""
+        shards = self._shards
+        for key, slot in zip(keys.split(), slots.tolist(), strict=True):
+            shards[key[0]][key] = slot
+        self._keys[slots] = keys.rows
+        self._used[slots] = True
+
+    def remove(self, slots: Slots) -> Keys:
+        """These slots are free again; returns the keys that they had."""
+        keys = self.keys_of(slots)
+        shards = self._shards
+        for key in keys.split():
+            del shards[key[0]][key]
+        self._used[slots] = False
+        return keys
+
+    def _find(self, keys: Keys, *, to_first_missing: bool) -> Slots:
+        shards, blob, count = self._shards, keys.blob, len(keys)
+        found: list[int] = []
+        while len(found) < count:
+            at = len(found) * KEY_BYTES
+            ends = range(at + KEY_BYTES, min(at + LOOK * KEY_BYTES, len(blob)) + 1, KEY_BYTES)
+            names = [blob[end - KEY_BYTES : end] for end in ends]
+            some = [shards[name[0]].get(name, MISSING) for name in names]
+            found += some
+            if to_first_missing and MISSING in some:
+                del found[len(found) - len(some) + some.index(MISSING) :]
+                break
+            first = some[0]
+            if first != MISSING and some == list(range(first, first + LOOK)):
+                follow = first + LOOK
+                found.extend(range(follow, follow + self._run(keys, len(found), follow)))
+        return np.array(found, np.int64)
+
+    def _run(self, keys: Keys, at: int, slot: int) -> int:
+        """How many keys from number `at` on lie in the slots from `slot` on, one after the
+        other."""
+        most = min(len(keys) - at, len(self._used) - slot)
+        run, look = 0, LOOK
+        while run < most:
+            look = min(2 * look, LONGEST_LOOK, most - run)
+            here = slice(slot + run, slot + run + look)
+            same = (self._keys[here] == keys.rows[at + run : at + run + look]).all(axis=1)
+            same &= self._used[here]
+            if not same.all():
+                return run + int(same.argmin())
+            run += look
+        return run
