@@ -85,7 +85,7 @@ def exporter(pipe: Connection) -> None:
     shape = Shape("stock", 0, 0, 0)
 
     def rows(source: list[Any], page: int) -> list[Any]:
-        places = [shape.place(layer, half) for half in range(2) for layer in range(shape.layers)]
+        places = [shape.place(layer, half) for layer in range(shape.layers) for half in range(2)]
         return [source[n][at + page * shape.row :][: shape.row] for n, at in places]
 
     while True:
@@ -221,8 +221,8 @@ class Attached:
         self.backend, self.rank, self.shape = backend, rank, shape
         exports = rank.ask("make", shape)
         buffers = []
-        for half in range(2):
-            for layer in range(shape.layers):
+        for layer in range(shape.layers):
+            for half in range(2):
                 tensor, offset = shape.place(layer, half)
                 buffers.append(
                     BufferSpec(

@@ -25,6 +25,8 @@ from tierd_client.restore import Restore
 
 PATIENCE_S = 60.0
 WATCHDOG_S = 10.0
+SETTLED_S = 0.15
+"""Pinning that has not moved for so long has come to its end."""
 
 
 class BenchFailedError(TierdError):
@@ -230,21 +232,22 @@ class BenchRank:
         ask(self._socket, ClearRequest(protocol=PROTOCOL_VERSION), Done)
 
     def settle(self, prompts: int, pages: int) -> None:
-        """Have the tier pin what prompts like these need, twice over: it does so as a pool is
-        first used, with copies under way, and leases no more than half of one.
+        """Have the tier's pool hold prompts like these, twice over (it leases no more than half of
+        a pool), and wait until it pins nothing any more.
 
         Raises: BenchFailedError: it does not come to an end.
         """
         deadline = time.monotonic() + PATIENCE_S
-        pinned = -1
+        before: tuple[int, int] | None = None
         for _ in range(2):
             self.offer(self.chains(prompts, pages, 1))
             self.await_acks(prompts)
         while True:
-            claimed = self.status()["memory"]["claimed_bytes"]
-            if claimed == pinned:
+            memory = self.status()["memory"]
+            now = memory["claimed_bytes"], memory["pinned_bytes"]
+            if now == before:
                 return
             if time.monotonic() > deadline:
                 raise BenchFailedError("the tier does not come to rest")
-            pinned = claimed
-            time.sleep(0.1)
+            before = now
+            time.sleep(SETTLED_S)

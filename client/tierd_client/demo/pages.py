@@ -69,8 +69,8 @@ class DevicePages:
     def pool(self) -> DevicePool:
         buffers = [
             DeviceBuffer(layer[half], index)
-            for half in (0, 1)
             for index, layer in enumerate(self._layers)
+            for half in (0, 1)
         ]
         return DevicePool("kv", self.geometry.page_tokens, buffers)
 
