@@ -1,5 +1,6 @@
 """`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree,
-`startup` starts daemons and kills them, and those of copies are in `bench_gpu`."""
+`startup` starts daemons and kills them, `soak` works for minutes on end, and those of copies are
+in `bench_gpu`."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
 from tierd.cli import bench_gpu
+from tierd.cli.bench_soak import EPILOG as SOAK_EPILOG
+from tierd.cli.bench_soak import soak
 from tierd.cli.bench_startup import EPILOG as STARTUP_EPILOG
 from tierd.cli.bench_startup import startup
 from tierd.cli.demo_processes import Line, running_daemon, running_group
@@ -39,6 +42,7 @@ Examples:
 - `tierd bench scheduler --quick`: what each tier costs SGLang's scheduler thread
 - `tierd bench startup`: how fast memory is pinned, and free again after a kill
 - `tierd bench copy`, `tierd bench interference`: what the copies reach, and what they cost a GPU
+- `tierd bench soak --minutes 60`: whether anything grows while it works
 """
 
 EVICTION_EPILOG = """
@@ -90,6 +94,7 @@ app = typer.Typer(
 app.command(epilog=bench_gpu.COPY_EPILOG)(bench_gpu.copy)
 app.command(epilog=bench_gpu.INTERFERENCE_EPILOG)(bench_gpu.interference)
 app.command(epilog=STARTUP_EPILOG)(startup)
+app.command(epilog=SOAK_EPILOG)(soak)
 
 
 @app.command(epilog=EVICTION_EPILOG)

@@ -1,0 +1,196 @@
+"""An engine that backs up, looks up and restores for minutes on end, as fast as it is served.
+
+Started by `tierd bench soak`. Prints JSON lines: progress, then `result`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
+
+PAGE_TOKENS, LAYERS, ROW_BYTES = 16, 2, 64
+PAGES = 4096
+"""On the device: the first half is backed up, the second is restored to."""
+STEP_BACKUPS, STEP_LOOKUPS = 32, 32
+MAX_PENDING = 1024
+RESTORE_EVERY = 8
+"""Steps between two restores."""
+REMEMBERED = 8192
+"""Pages backed up most recently, of which every other lookup asks for one."""
+REPORT_S = 2.0
+
+
+class WrongPageError(Exception):
+    """A restored page is not what was backed up."""
+
+
+@dataclass
+class Counts:
+    """What the engine did."""
+
+    backups: int = 0
+    kept: int = 0
+    lookups: int = 0
+    hits: int = 0
+    restores: int = 0
+    landed: int = 0
+
+
+class Soak:
+    """One rank without an engine around it.
+
+    Args:
+        device: Where the pages lie.
+    """
+
+    def __init__(self, client_socket: str, device: torch.device) -> None:
+        tokens = PAGES * PAGE_TOKENS
+        self._layers = [
+            torch.zeros(2, tokens, ROW_BYTES, dtype=torch.uint8, device=device)
+            for _ in range(LAYERS)
+        ]
+        buffers = [
+            DeviceBuffer(kv[half], n) for half in (0, 1) for n, kv in enumerate(self._layers)
+        ]
+        self.client = TierClient(
+            client_socket,
+            [DevicePool("kv", PAGE_TOKENS, buffers)],
+            namespace={"model": "soak"},
+            instance=f"soak {time.monotonic_ns()}",
+            lookup_timeout_s=5.0,
+        )
+        self.counts = Counts()
+        self._device = device
+        self._numbers = torch.arange(tokens, device=device)
+        self._pending: deque[int] = deque()
+        self._recent: deque[int] = deque(maxlen=REMEMBERED)
+        self._step = 0
+
+    def step(self) -> None:
+        """One iteration: backups, a flush, acks, lookups, and now and then a restore."""
+        self._step += 1
+        if len(self._pending) + STEP_BACKUPS <= MAX_PENDING:
+            self._offer()
+        self.client.flush()
+        for ack in self.client.acks():
+            number = self._pending.popleft()
+            if ack.kept:
+                self.counts.kept += 1
+                self._recent.append(number)
+        for n in range(STEP_LOOKUPS):
+            self._look_up(n)
+
+    def settle(self) -> None:
+        """Wait for the acks that are still to come."""
+        while self._pending:
+            self.client.flush()
+            for _ in self.client.acks():
+                self._pending.popleft()
+
+    def _offer(self) -> None:
+        """Pages that nobody has seen, in places that no backup is reading."""
+        first = self.counts.backups
+        places = [(first + n) % (PAGES // 2) for n in range(STEP_BACKUPS)]
+        for n, place in enumerate(places):
+            self._fill(place, first + n)
+            slots = self._slots([place])
+            self.client.backup([PoolPages("kv", _key(first + n), slots)], parent=b"")
+            self._pending.append(first + n)
+        self.counts.backups += STEP_BACKUPS
+
+    def _look_up(self, n: int) -> None:
+        self.counts.lookups += 1
+        known = n % 2 == 0 and len(self._recent) > 0
+        number = self._recent[self.counts.lookups % len(self._recent)] if known else -1
+        key = _key(number if known else -self.counts.lookups)
+        rid = f"request {self.counts.lookups}"
+        if not self.client.lookup(rid, key):
+            return
+        self.counts.hits += 1
+        if n or self._step % RESTORE_EVERY:
+            self.client.cancel(rid)
+            return
+        place = PAGES // 2 + self.counts.restores % (PAGES // 2)
+        self.counts.restores += 1
+        self._fill(place, -1)
+        restore = self.client.restore({rid: [PoolPages("kv", key, self._slots([place]))]})
+        for layer in range(LAYERS):
+            restore.wait_layer(layer)
+        if restore.finish():
+            self.counts.landed += 1
+            self._check(place, number)
+
+    def _rows(self, place: int) -> list[torch.Tensor]:
+        tokens = slice(place * PAGE_TOKENS, (place + 1) * PAGE_TOKENS)
+        return [kv[half, tokens] for kv in self._layers for half in (0, 1)]
+
+    def _fill(self, place: int, number: int) -> None:
+        for n, row in enumerate(self._rows(place)):
+            row.fill_(_byte(number, n))
+
+    def _check(self, place: int, number: int) -> None:
+        for n, row in enumerate(self._rows(place)):
+            if not bool((row == _byte(number, n)).all()):
+                raise WrongPageError(f"page {number}, row {n}")
+
+    def _slots(self, places: Sequence[int]) -> torch.Tensor:
+        return torch.cat([self._numbers[p * PAGE_TOKENS : (p + 1) * PAGE_TOKENS] for p in places])
+
+
+def _key(number: int) -> bytes:
+    return struct.pack("<q", number) * 4
+
+
+def _byte(number: int, row: int) -> int:
+    return (number * 31 + row * 7) % 251
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tierd_client.bench.soak", description=__doc__)
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--device", required=True, choices=("cpu", "cuda"))
+    parser.add_argument("--minutes", required=True, type=float)
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    soak = Soak(options.socket, torch.device(options.device))
+    if not soak.client.connect(60.0):
+        raise SystemExit(f"no daemon answers on {options.socket}")
+    started = time.monotonic()
+    end = started + options.minutes * 60
+    report = started
+    while (now := time.monotonic()) < end:
+        soak.step()
+        if now >= report:
+            report = now + REPORT_S
+            gpu = _gpu_bytes() if options.device == "cuda" else 0
+            done = (now - started) / (end - started)
+            _say(done=done, gpu_bytes=gpu, **asdict(soak.counts))
+    soak.settle()
+    soak.client.close()
+    _say(result=asdict(soak.counts))
+    sys.stdin.read()
+
+
+def _gpu_bytes() -> int:
+    """What all processes together use of the GPU."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def _say(**line: object) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""`tierd bench soak`: what it takes for growth, and what not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tierd.bench.soak import Sample, Trend, as_table, look, trends
+from tierd.cli.tables import print_whole
+
+MIB = 2**20
+
+
+def samples(count: int = 21, leak: float = 0.0) -> list[Sample]:
+    """A process that claims 100 MiB while it warms up, and loses so much with each backup."""
+    return [
+        Sample(
+            at_s=10.0 * n,
+            backups=1000 * n,
+            lookups=0,
+            values={
+                ("control", "private"): 50 * MIB + min(n, 5) * 20 * MIB + leak * 1000 * n,
+                ("control", "descriptors"): 30.0,
+                **({("copier", "threads"): 5.0} if n != 12 else {}),
+            },
+        )
+        for n in range(count)
+    ]
+
+
+def test_what_a_process_claims_while_it_warms_up_is_no_growth() -> None:
+    private, descriptors = trends(samples())
+    assert (private.first, private.last, private.per_million) == (150.0, 150.0, 0.0)
+    assert descriptors == Trend("control", "descriptors", 30.0, 30.0, 30.0, 0.0, 0.0)
+
+
+def test_what_each_backup_leaves_behind_is_the_slope() -> None:
+    private, _ = trends(samples(leak=100.0))
+    assert private.per_million == pytest.approx(100e6 / MIB)
+    assert private.per_hour == pytest.approx(100 * 1000 * 360 / MIB)
+    assert private.largest == private.last > private.first
+
+
+def test_a_process_that_was_started_again_has_no_slope() -> None:
+    assert {trend.whose for trend in trends(samples())} == {"control"}
+
+
+def test_too_short_a_run_says_so() -> None:
+    with pytest.raises(ValueError, match="run it for longer"):
+        trends(samples(3))
+    with pytest.raises(ValueError, match="run it for longer"):
+        trends([])
+
+
+def test_a_look_at_a_process_counts_what_it_has() -> None:
+    before = look(os.getpid())
+    held = bytearray(os.urandom(32 * MIB))
+    fd = os.open(os.devnull, os.O_RDONLY)
+    after = look(os.getpid())
+    os.close(fd)
+    assert after["private"] - before["private"] >= 0.9 * len(held)
+    assert after["descriptors"] == before["descriptors"] + 1
+    assert after["threads"] >= 1
+
+
+def test_the_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    print_whole(as_table(trends(samples(leak=100.0))))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("|")[1:3] == [" process ", " what         "]
+    assert "private, MiB" in lines[2]

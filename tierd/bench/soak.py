@@ -1,0 +1,137 @@
+"""The table of `tierd bench soak`: what grows in a process that works for long, and how fast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich import box
+from rich.table import Table
+
+Floats = npt.NDArray[np.float64]
+WARM_UP = 0.3
+"""The part of a run that is left out: memory is claimed and caches fill until then."""
+UNITS = dict.fromkeys(("resident", "private", "shared", "GPU memory", "host memory"), "MiB")
+"""Of what is not a plain count."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at all processes.
+
+    `values`: by (whose, what), bytes or counts. `backups`, `lookups`: how many there have been.
+    """
+
+    at_s: float
+    backups: int
+    lookups: int
+    values: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How one value has moved after the warm-up, in MiB or as a count."""
+
+    whose: str
+    what: str
+    first: float
+    last: float
+    largest: float
+    per_million: float
+    """Slope of the least-squares line, for a million backups."""
+    per_hour: float
+
+
+def look(pid: int) -> dict[str, float]:
+    """What a process has right now. Bytes: `resident`, `private` (mapped by it alone), `shared`
+    (mapped by others, too). Counts: `descriptors`, `threads`.
+
+    Raises: OSError: it is gone, or another user's.
+    """
+    process = Path("/proc") / str(pid)
+    kib = {
+        fields[0]: int(fields[1])
+        for fields in map(str.split, (process / "smaps_rollup").read_text().splitlines()[1:])
+    }
+    status = dict(
+        line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line
+    )
+    return {
+        "resident": kib["Rss:"] * 1024,
+        "private": (kib["Private_Clean:"] + kib["Private_Dirty:"]) * 1024,
+        "shared": (kib["Shared_Clean:"] + kib["Shared_Dirty:"]) * 1024,
+        "descriptors": len(os.listdir(process / "fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def trends(samples: Sequence[Sample]) -> list[Trend]:
+    """One for each value that all samples after the warm-up have, in the order of the first.
+
+    Raises: ValueError: fewer than three samples are left after the warm-up.
+    """
+    warm = list(_after_warm_up(samples))
+    if len(warm) < 3:
+        raise ValueError(f"{len(samples)} samples are too few for a slope; run it for longer")
+    millions = np.array([sample.backups for sample in warm]) / 1e6
+    hours = np.array([sample.at_s for sample in warm]) / 3600
+    found = []
+    for key in warm[0].values:
+        if not all(key in sample.values for sample in warm):
+            continue
+        whose, what = key
+        scale = 2**20 if UNITS.get(what) == "MiB" else 1
+        values = np.array([sample.values[key] for sample in warm]) / scale
+        found.append(
+            Trend(
+                whose,
+                what,
+                float(values[0]),
+                float(values[-1]),
+                float(values.max()),
+                _slope(millions, values),
+                _slope(hours, values),
+            )
+        )
+    return found
+
+
+def as_table(found: Sequence[Trend]) -> Table:
+    """A table that is Markdown as it stands."""
+    table = Table(box=box.MARKDOWN)
+    table.add_column("process", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    titles = ("after warm-up", "at the end", "largest", "a million backups", "an hour")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    last = ""
+    for trend in found:
+        unit = UNITS.get(trend.what, "")
+        digits = 1 if unit else 0
+        table.add_row(
+            trend.whose if trend.whose != last else "",
+            f"{trend.what}, {unit}" if unit else trend.what,
+            f"{trend.first:,.{digits}f}",
+            f"{trend.last:,.{digits}f}",
+            f"{trend.largest:,.{digits}f}",
+            f"{trend.per_million:+,.2f}",
+            f"{trend.per_hour:+,.2f}",
+        )
+        last = trend.whose
+    return table
+
+
+def _after_warm_up(samples: Sequence[Sample]) -> Iterator[Sample]:
+    if samples:
+        start = samples[0].at_s + WARM_UP * (samples[-1].at_s - samples[0].at_s)
+        yield from (sample for sample in samples if sample.at_s >= start)
+
+
+def _slope(x: Floats, y: Floats) -> float:
+    spread = x - x.mean()
+    square = float(spread @ spread)
+    return float(spread @ (y - y.mean())) / square if square else 0.0

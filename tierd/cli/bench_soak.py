@@ -1,0 +1,108 @@
+"""`tierd bench soak`: its flags, and what it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from tierd.bench import soak as bench
+from tierd.cli.demo_processes import Line, running_daemon, running_group
+from tierd.cli.gpus import visible_gpus
+from tierd.cli.options import JsonOption
+from tierd.cli.status import fetch
+from tierd.cli.tables import print_whole, progress_bar
+from tierd.wire.errors import ConfigError
+
+EPILOG = """
+One engine backs up, looks up and restores as fast as it is served, in a tier that is too small for
+it, and checks the pages that come back. Meanwhile the memory, descriptors and threads of every
+process are looked at; the first third of the run, in which memory is claimed, is left out. What
+grows has a slope that stays when the run gets longer.
+
+Examples:
+
+- `tierd bench soak`: ten minutes, on a GPU if there is one
+- `tierd bench soak --minutes 60 --json | jq '.trends[] | select(.per_hour > 1)'`
+"""
+
+MEMORY = "128MiB"
+END_S = 120.0
+
+
+def soak(
+    minutes: Annotated[
+        float, typer.Option(min=0.05, max=10_000, help="How long the engine is at work.")
+    ] = 10.0,
+    device: Annotated[
+        Literal["auto", "host", "cuda"], typer.Option(help="Where the engine's pages lie.")
+    ] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Work for minutes on end, and see whether anything grows."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("this needs torch: `pip install torch`")
+    gpus = visible_gpus() if device != "host" else []
+    if device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: CUDA sees no GPU here; choose `--device host`")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    serve = ["--memory", MEMORY, "--no-memory-check", "--devices", gpus[0] if gpus else "host"]
+    serve += ["--log-level", "warning"]
+    samples: list[bench.Sample] = []
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="tierd-bench-") as name,
+        progress_bar() as progress,
+    ):
+        directory = Path(name)
+        socket = directory / "tierd.sock"
+        command = [sys.executable, "-m", "tierd_client.bench.soak", "--socket", str(socket)]
+        command += ["--device", "cuda" if gpus else "cpu", "--minutes", str(minutes)]
+        task = progress.add_task("starting", total=1.0)
+
+        def on_progress(line: Line) -> None:
+            said = f"{line['backups']:,} backups, {line['lookups']:,} lookups"
+            progress.update(task, completed=line["done"], description=said)
+            values = _look(fetch(socket), line["gpu_bytes"])
+            at_s = time.monotonic() - started
+            samples.append(bench.Sample(at_s, line["backups"], line["lookups"], values))
+
+        with (
+            running_daemon(socket, serve, directory / "daemon.log"),
+            running_group(
+                [command], [directory / "engine.log"], on_progress, minutes * 60 + END_S
+            ) as (result,),
+        ):
+            pass
+    found = bench.trends(samples)
+    if as_json:
+        rows = [dataclasses.asdict(trend) for trend in found]
+        typer.echo(json.dumps({"engine": result, "trends": rows}, indent=2))
+        return
+    print(
+        f"{os.cpu_count()} cores; {gpus[0] if gpus else 'host backend'}; {minutes:g} minutes: "
+        + ", ".join(f"{value:,} {what}" for what, value in result.items())
+    )
+    print_whole(bench.as_table(found))
+
+
+def _look(status: dict[str, Any], gpu_bytes: int) -> dict[tuple[str, str], float]:
+    """Every process of the daemon and of its engines, and what they share."""
+    pids = {"control": status["pid"]}
+    pids |= {f"copier {copier['device']}": copier["pid"] for copier in status["copiers"]}
+    pids |= {f"engine, rank {s['rank']}": s["pid"] for s in status["sessions"]}
+    values = {(who, what): v for who, pid in pids.items() for what, v in bench.look(pid).items()}
+    values["together", "host memory"] = status["memory"]["claimed_bytes"]
+    values["together", "files in /dev/shm"] = len(os.listdir("/dev/shm"))
+    if gpu_bytes:
+        values["together", "GPU memory"] = gpu_bytes
+    return values
