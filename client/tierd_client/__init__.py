@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tierd.wire.errors import ProtocolError, RefusedError, TierdError
 
 if TYPE_CHECKING:
-    from tierd_client.client import Ack, Need, TierClient
+    from tierd_client.client import TierClient
+    from tierd_client.outbox import Ack, Need
     from tierd_client.pools import DeviceBuffer, DevicePool, PoolPages
     from tierd_client.restore import Restore
 
@@ -30,10 +31,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "Ack": "client",
+    "Ack": "outbox",
     "DeviceBuffer": "pools",
     "DevicePool": "pools",
-    "Need": "client",
+    "Need": "outbox",
     "PoolPages": "pools",
     "Restore": "restore",
     "TierClient": "client",

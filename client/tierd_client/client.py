@@ -7,15 +7,12 @@ of a restore (`Restore.finish`; `reset` and `close` ask for it too).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,12 +21,25 @@ from tierd.config import check_socket, default_socket
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import namespace_digest
-from tierd.wire.layout import RESTORE_ENTRIES, TICKETS, SegmentSpec
+from tierd.wire.layout import RESTORE_ENTRIES, SegmentSpec
 from tierd.wire.presence import Salt
-from tierd_client.device import Ring, open_device
+from tierd_client.breaker import Breaker
+from tierd_client.device import open_device
+from tierd_client.leases import ChainId, Leases
 from tierd_client.link import Link, LinkState, ProcessHandle
-from tierd_client.pools import DevicePool, PoolPages, describe
+from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
+from tierd_client.packing import Counted, Packing, PoolPlace
+from tierd_client.pools import (
+    DevicePool,
+    PageKeys,
+    PoolPages,
+    count_keys,
+    describe,
+    join_keys,
+    key_at,
+)
 from tierd_client.restore import FailedRestore, Restore
+from tierd_client.ring import RingSpace
 from tierd_client.segment import create_segment
 from tierd_client.watchdog import Watchdog
 
@@ -37,49 +47,8 @@ log = logging.getLogger("tierd_client")
 
 LIFELINE_LOOK_S = 0.01
 """How often `flush` reads the lifeline: a system call that almost never has anything."""
-MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
-MAX_FLUSH_ITEMS = limits.MAX_ITEMS_PER_FLUSH // 2
-MAX_LEASES = 8192
 LEASE_MARGIN = 0.5
 """A remembered answer is used for this share of its lease; then it is asked for again."""
-
-
-class Ack(NamedTuple):
-    """The outcome of one backup. `kept` false: it is not in the tier, for whatever reason."""
-
-    seq: int
-    node_id: int | None
-    kept: bool
-
-
-class Need(NamedTuple):
-    """A backup before which the tier has lost pages that are still on the device."""
-
-    seq: int
-    node_id: int | None
-
-
-@dataclass(slots=True)
-class _Queued:
-    seq: int
-    pages: Sequence[PoolPages]
-    count: int
-    parent: bytes | None
-
-
-class _Sent(NamedTuple):
-    """A flush: its ticket, its last number, and where its page numbers end in the ring."""
-
-    ticket: int
-    last_seq: int
-    ring_end: int
-
-
-@dataclass(slots=True)
-class _Pending:
-    seq: int
-    node_id: int | None
-    since: float
 
 
 class TierClient:
@@ -127,8 +96,7 @@ class TierClient:
         self._exports = self._device.export(tensors)
         places = iter(self._exports.places)
         self._specs = [describe(pool, [next(places) for _ in pool.buffers]) for pool in pools]
-        self._index = {pool.name: i for i, pool in enumerate(pools)}
-        self._page_tokens = {pool.name: pool.page_tokens for pool in pools}
+        self._places = {p.name: PoolPlace(i, p.page_tokens) for i, p in enumerate(pools)}
         layers = 1 + max(buffer.layer for pool in pools for buffer in pool.buffers)
         self._shared = create_segment(SegmentSpec(max_layers=layers))
         self._segment = self._shared.fields
@@ -149,24 +117,15 @@ class TierClient:
 
         self._epoch = ""
         self._resets = 0
-        self._next_seq = 0
-        self._queued: list[_Queued] = []
-        self._tombstones: list[int] = []
-        self._pending: deque[_Pending] = deque()
-        self._results: dict[int, bool] = {}
+        self._outbox = Outbox(self._segment.spec.backup_ring)
         self._ticket = 0
-        # Flushes whose acks are not all here: their ready words and their ring are in use.
-        self._sent: deque[_Sent] = deque()
-        self._needs: list[int] = []
-        self._head = {"backup": 0, "restore": 0}
-        self._free_from = {"backup": 0, "restore": 0}
         self._request = 0
         self._salts: dict[tuple[str, int], Salt] = {}
         self._answers: dict[int, messages.LookupReply] = {}
-        self._leases: dict[str, tuple[bytes, list[int], float]] = {}
-        self._muted_until = 0.0
-        self._mute_s = lookup_timeout_s
+        self._leases = Leases()
+        self._breaker = Breaker(lookup_timeout_s)
         self._restores = 0
+        self._restore_ring = RingSpace(self._segment.spec.restore_ring)
         self._entries: list[Restore | None] = [None] * RESTORE_ENTRIES
         self._watched: ProcessHandle | None = None
         self._next_look = 0.0
@@ -217,7 +176,7 @@ class TierClient:
             epoch=self._epoch,
             device=self._device.name,
             pid=os.getpid(),
-            next_seq=self._next_seq - len(self._queued),
+            next_seq=self._outbox.first_unsent,
             supplies=self._supplies,
             allocations=self._exports.allocations,
             pools=self._specs,
@@ -239,8 +198,9 @@ class TierClient:
         if self.connected:
             self._said_absent = False
             self._watch()
-            for ring in self._head:
-                self._free_from[ring] = self._head[ring]
+            self._outbox.ring.free_all()
+            self._restore_ring.free_all()
+            self._breaker.connected(time.monotonic(), self._link.heartbeat_s)
             log.info("connected to the tierd daemon on %s", self._link.path)
         elif self._link.refusal is not None:
             log.error("the tierd daemon refuses this rank: %s", self._link.refusal)
@@ -277,21 +237,13 @@ class TierClient:
             "until it is back",
             self._link.path,
             why,
-            len(self._pending),
+            self._outbox.pending,
         )
-        self._fail_pending()
+        self._outbox.fail()
         self._leases.clear()
 
     def _bump_fence(self) -> None:
         self._segment.fence[0] = (int(self._segment.fence[0]) + 1) % 2**32
-
-    def _fail_pending(self) -> None:
-        for pending in self._pending:
-            self._results.setdefault(pending.seq, False)
-        self._queued.clear()
-        self._tombstones.clear()
-        self._sent.clear()
-        self._needs.clear()
 
     # --- backup -------------------------------------------------------------------------------
 
@@ -311,12 +263,7 @@ class TierClient:
         Returns: the backup's sequence number.
         Raises: ValueError: keys and slots that do not fit together.
         """
-        count = sum([self._check(part) for part in pages])
-        seq = self._next_seq
-        self._next_seq += 1
-        self._queued.append(_Queued(seq, pages, count, parent))
-        self._pending.append(_Pending(seq, node_id, 0.0))
-        return seq
+        return self._outbox.offer(self._count(pages), node_id, parent)
 
     def flush(self) -> None:
         """Send what was offered since the last call, as one message, and read what has come.
@@ -328,88 +275,49 @@ class TierClient:
             self._next_look = now + LIFELINE_LOOK_S
             self._poll_link(now)
         if not self.connected:
-            self._fail_pending()
+            self._outbox.fail()
             return
         self._receive()
-        if self._pending and 0.0 < self._pending[0].since < now - self._ack_timeout_s:
+        if self._outbox.oldest_s(now) > self._ack_timeout_s:
             self._lost(f"no ack for {self._ack_timeout_s:.0f} s")
             return
-        if self._queued or self._tombstones:
-            for pending in reversed(self._pending):
-                if pending.since:
-                    break
-                pending.since = now
-            self._send_queued()
+        for batch in self._outbox.batches():
+            self._send_flush(batch, now)
 
-    def _send_queued(self) -> None:
-        queued, self._queued = self._queued, []
-        shed, self._tombstones = self._tombstones, []
-        while len(shed) > MAX_FLUSH_ITEMS:
-            self._send_flush(shed[:MAX_FLUSH_ITEMS], [])
-            shed = shed[MAX_FLUSH_ITEMS:]
-        batch: list[_Queued] = []
-        pages = 0
-        for item in queued:
-            if batch and (pages + item.count > MAX_FLUSH_PAGES or len(batch) >= MAX_FLUSH_ITEMS):
-                self._send_flush(shed, batch)
-                shed, batch, pages = [], [], 0
-            batch.append(item)
-            pages += item.count
-        self._send_flush(shed, batch)
-
-    def _send_flush(self, shed: list[int], batch: list[_Queued]) -> None:
+    def _send_flush(self, batch: Batch, now: float) -> None:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
-        head = self._head["backup"]
-        room = self._room("backup")
-        tickets_left = self._ticket_is_free()
-        items = [messages.BackupItem(seq, True, []) for seq in shed]
-        keys: list[bytes] = []
-        slots: list[torch.Tensor] = []
-        tokens: list[int] = []
-        for item in batch:
-            if item.count > min(room, MAX_FLUSH_PAGES) or not tickets_left:
-                items.append(messages.BackupItem(item.seq, True, []))
-                continue
-            parts = []
-            for part in item.pages:
-                n = len(part.keys) // limits.KEY_BYTES
-                if not n:
-                    continue
-                parts.append(messages.Part(self._index[part.pool], n, head))
-                keys.append(part.keys)
-                slots.append(part.slots)
-                tokens.append(self._page_tokens[part.pool])
-                head += n
-            room -= item.count
+        ring = self._outbox.ring
+        taken, items = batch.split(ring.room() if self._outbox.has_ticket(self._ticket) else -1)
+        packing = Packing(self._places, ring.head, [queued.pages for queued in taken])
+        shed = len(items)
+        for queued in taken:
+            parts = packing.add(queued.pages)
+            parent = queued.parent
             items.append(
-                messages.BackupItem(
-                    item.seq, False, parts, item.parent or b"", item.parent is not None
-                )
+                messages.BackupItem(queued.seq, False, parts, parent or b"", parent is not None)
             )
-        if slots:
-            self._device.write_page_numbers("backup", self._head["backup"], slots, tokens)
-        if any(not item.shed for item in items):  # tombstones alone must use up no ready words
+        if shed:
+            items.sort(key=attrgetter("seq"))
+        if packing.end > ring.head:
+            self._device.write_page_numbers("backup", ring.head, *packing.slots())
+        if taken:  # tombstones alone must use up no ready words
             self._device.mark_ready(self._new_ticket())
         message = messages.Flush(
             epoch=self._epoch,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
             items=items,
-            keys=b"".join(keys),
+            keys=packing.keys(),
         )
         if self._link.send(message):
-            self._head["backup"] = head
-            self._sent.append(_Sent(self._ticket, items[-1].seq, head))
+            self._outbox.sent(self._ticket, items[-1].seq, packing.end, now)
         else:
-            self._tombstones += [item.seq for item in items]
+            self._outbox.not_sent(batch)
 
     def needs(self) -> list[Need]:
         """Backups that wait for what comes before them, since the last call. Answer each with
         `supply`; without an answer within two seconds the tier goes on with a hole."""
-        if not self._needs:
-            return []
-        wanted, self._needs = set(self._needs), []
-        return [Need(p.seq, p.node_id) for p in self._pending if p.seq in wanted]
+        return self._outbox.needs()
 
     def supply(self, seq: int, pages: Sequence[PoolPages]) -> None:
         """Name all pages before a backup's first one, of the pools without a window; they must
@@ -417,48 +325,31 @@ class TierClient:
 
         Raises: ValueError: keys and slots that do not fit together.
         """
-        for part in pages:
-            self._check(part)
-        head = self._head["backup"]
-        count = sum(len(part.keys) for part in pages) // limits.KEY_BYTES
-        if count > min(self._room("backup"), MAX_FLUSH_PAGES) or not self._ticket_is_free():
-            pages, count = [], 0
-        parts = []
-        for part in pages:
-            n = len(part.keys) // limits.KEY_BYTES
-            parts.append(messages.Part(self._index[part.pool], n, head))
-            head += n
+        counted = self._count(pages)
+        count = sum(n for _, n in counted)
+        ring = self._outbox.ring
+        room = min(ring.room(), MAX_FLUSH_PAGES)
+        if count > room or not self._outbox.has_ticket(self._ticket):
+            counted, count = [], 0
+        packing = Packing(self._places, ring.head, [counted])
+        parts = packing.add(counted)
         if count:
-            slots = [part.slots for part in pages]
-            tokens = [self._page_tokens[part.pool] for part in pages]
-            self._device.write_page_numbers("backup", self._head["backup"], slots, tokens)
+            self._device.write_page_numbers("backup", ring.head, *packing.slots())
             self._device.mark_ready(self._new_ticket())
         message = messages.Supply(
             epoch=self._epoch,
             seq=seq,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
-            parts=parts if count else [],
-            keys=b"".join(part.keys for part in pages),
+            parts=parts,
+            keys=packing.keys(),
         )
         if self._link.send(message) and count:
-            self._head["backup"] = head
-            last_seq = max(seq, self._sent[-1].last_seq if self._sent else seq)
-            self._sent.append(_Sent(self._ticket, last_seq, head))
+            self._outbox.sent(self._ticket, seq, packing.end, time.monotonic())
 
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""
-        if not self._results:
-            return []
-        acks: list[Ack] = []
-        while self._pending and (kept := self._results.pop(self._pending[0].seq, None)) is not None:
-            pending = self._pending.popleft()
-            acks.append(Ack(pending.seq, pending.node_id, kept))
-        first = self._pending[0].seq if self._pending else self._next_seq
-        while self._sent and self._sent[0].last_seq < first:
-            # Also of backups that no copier was told of, whose ring it has not given back.
-            self._free_up_to("backup", self._sent.popleft().ring_end)
-        return acks
+        return self._outbox.acks()
 
     def _receive(self) -> None:
         was_up = self.connected
@@ -467,12 +358,9 @@ class TierClient:
             self._lost("it makes no sense")
         for message in received:
             if isinstance(message, messages.Acks):
-                first = self._pending[0].seq if self._pending else self._next_seq
-                for i, kept in enumerate(message.results):
-                    if first <= message.first_seq + i < self._next_seq:
-                        self._results.setdefault(message.first_seq + i, bool(kept))
+                self._outbox.settle(message.first_seq, message.results)
             elif isinstance(message, messages.Need):
-                self._needs.append(message.seq)
+                self._outbox.need(message.seq)
             elif isinstance(message, messages.LookupReply):
                 self._answers[message.request] = message
             else:
@@ -480,56 +368,45 @@ class TierClient:
 
     # --- lookup -------------------------------------------------------------------------------
 
-    def lookup(self, rid: str, keys: bytes, pools: Sequence[str] | None = None) -> list[int]:
+    def lookup(self, rid: str, keys: PageKeys, pools: Sequence[str] | None = None) -> list[int]:
         """At which page counts of a chain could a request resume right now?
 
-        A hit leases the pages for the group, so that `restore` finds them on every rank.
+        A hit leases the pages for the group, so that `restore` finds them on every rank. Costs
+        microseconds, however long the chain is, if its first page is not there or if the request
+        has a lease on it.
 
         Args:
             rid: The request. Its next lookup replaces this one, `cancel` and `restore` end it.
-            keys: The chain's 32-byte keys, one after the other.
+            keys: The chain's keys, each a sum over all that comes before it, too.
             pools: Those whose pages a boundary needs; None is all of the rank's.
 
         Returns: page counts, ascending; empty is a miss.
         """
-        if not self.may_hit(rid, keys[: limits.KEY_BYTES], pools):
-            return []
         now = time.monotonic()
-        indices = self._indices(pools)
-        signature = hashlib.blake2b(keys + bytes(indices), digest_size=16).digest()
-        known = self._leases.get(rid)
-        if known is not None and known[0] == signature and now < known[2]:
-            return known[1]
-        if known is not None and not self._may_have(keys[: limits.KEY_BYTES], indices):
+        if not keys or not self.connected or not self._can_restore():
+            return []
+        if self._breaker.is_open(now, self._link.heartbeat_s):
+            return []
+        indices = [self._places[name].pool for name in (self._places if pools is None else pools)]
+        chain = ChainId.of(keys, indices)
+        lengths = self._leases.recall(rid, chain, now)
+        if lengths is not None:
+            return lengths
+        if not self._may_have(key_at(keys, 0), indices):
             return []
         self._request += 1
         message = messages.Lookup(
-            request=self._request, epoch=self._epoch, rid=rid, pools=indices, keys=keys
+            request=self._request, epoch=self._epoch, rid=rid, pools=indices, keys=join_keys([keys])
         )
         reply = self._ask(message)
         if reply is None:
             return []
         if reply.lengths:
-            expires = now + reply.lease_s * LEASE_MARGIN
-            self._leases[rid] = (signature, reply.lengths, expires)
-            if len(self._leases) > MAX_LEASES:
-                self._leases = {r: x for r, x in self._leases.items() if x[2] > now}
+            until = now + reply.lease_s * LEASE_MARGIN
+            self._leases.remember(rid, chain, reply.lengths, until, now)
         else:
-            self._leases.pop(rid, None)
+            self._leases.end(rid)
         return reply.lengths
-
-    def may_hit(self, rid: str, key: bytes, pools: Sequence[str] | None = None) -> bool:
-        """Could `lookup` of a chain that begins with this key find anything? Costs no message, and
-        spares the caller the keys of a chain that misses, which is what most do.
-
-        Args: as `lookup`.
-        """
-        if not self.connected or time.monotonic() < self._muted_until or not self._can_restore():
-            return False
-        return rid in self._leases or self._may_have(key, self._indices(pools))
-
-    def _indices(self, pools: Sequence[str] | None) -> list[int]:
-        return [self._index[name] for name in (self._index if pools is None else pools)]
 
     def _may_have(self, key: bytes, pools: Sequence[int]) -> bool:
         """Does the daemon show this page, or is it not sure? Looks into shared memory."""
@@ -561,7 +438,7 @@ class TierClient:
             self._receive()
             reply = self._answers.pop(message.request, None)
             if reply is not None:
-                self._mute_s = self._lookup_timeout_s
+                self._breaker.answered()
                 self._answers.clear()
                 return reply
             now = time.monotonic()
@@ -573,18 +450,17 @@ class TierClient:
                 self._receive()
                 self._lost("it closed the connection")
                 return None
-        self._mute_s = min(self._mute_s * 2, 10.0)
-        self._muted_until = time.monotonic() + self._mute_s
+        mute_s = self._breaker.timed_out(time.monotonic(), self._link.heartbeat_s)
         log.warning(
             "the tierd daemon has not answered a lookup within %.2f s; lookups miss for %.1f s",
             self._lookup_timeout_s,
-            self._mute_s,
+            mute_s,
         )
         return None
 
     def cancel(self, rid: str) -> None:
         """The request will not load: its lease ends."""
-        if self._leases.pop(rid, None) is not None:
+        if self._leases.end(rid):
             self._link.send(messages.Cancel(rid=rid))
 
     # --- restore ------------------------------------------------------------------------------
@@ -597,44 +473,34 @@ class TierClient:
 
         Raises: ValueError: keys and slots that do not fit together.
         """
-        for pages in loads.values():
-            for part in pages:
-                self._check(part)
+        counted = {rid: self._count(pages) for rid, pages in loads.items()}
         self._restores += 1
         for rid in loads:
-            self._leases.pop(rid, None)
+            self._leases.end(rid)
         used = [restore is not None and not restore.over for restore in self._entries]
         entry = used.index(False) if False in used else None
+        ring = self._restore_ring
+        ring.free_up_to(int(self._segment.consumed[1]))
         if not any(used):
             # Also of restores that no copier was told of, whose ring it has not given back.
-            self._free_up_to("restore", self._head["restore"])
-        head = self._head["restore"]
-        items, keys, slots, tokens = [], [], [], []
-        for rid, pages in loads.items():
-            parts = []
-            for part in pages:
-                n = len(part.keys) // limits.KEY_BYTES
-                parts.append(messages.Part(self._index[part.pool], n, head))
-                keys.append(part.keys)
-                slots.append(part.slots)
-                tokens.append(self._page_tokens[part.pool])
-                head += n
-            items.append(messages.RestoreItem(rid, parts))
-        count = head - self._head["restore"]
+            ring.free_all()
+        packing = Packing(self._places, ring.head, counted.values())
+        items = [messages.RestoreItem(rid, packing.add(parts)) for rid, parts in counted.items()]
+        count = packing.end - ring.head
         copier = self._link.copier
         if (
             not self.connected
             or copier is None
             or entry is None
             or not count
-            or count > min(self._room("restore"), MAX_FLUSH_PAGES)
+            or count > min(ring.room(), MAX_FLUSH_PAGES)
             or not self._can_restore()
         ):
             return FailedRestore()
         generation = self._restores % 2**32 or 2**31
         ticket = self._new_ticket()
         self._segment.awaited[entry] = generation
-        self._device.write_page_numbers("restore", self._head["restore"], slots, tokens)
+        self._device.write_page_numbers("restore", ring.head, *packing.slots())
         self._device.mark_ready(ticket)
         message = messages.Restore(
             epoch=self._epoch,
@@ -644,13 +510,12 @@ class TierClient:
             ticket=ticket,
             fence=int(self._segment.fence[0]),
             items=items,
-            keys=b"".join(keys),
+            keys=packing.keys(),
         )
         if not self._link.send(message):
             self._segment.release(entry)
             return FailedRestore()
-        self._head["restore"] = head
-
+        ring.head = packing.end
         connection = self._link.connection
         restore = Restore(
             device=self._device,
@@ -695,13 +560,13 @@ class TierClient:
         self._epoch = f"{self._instance}:{self._resets}"
         self._bump_fence()
         self._finish_restores()
-        self._fail_pending()
-        if not keep_pending:
-            self._pending.clear()
-            self._results.clear()
+        if keep_pending:
+            self._outbox.fail()
+        else:
+            self._outbox.forget()
         self._leases.clear()
         self._salts.clear()
-        message = messages.Reset(epoch=self._epoch, next_seq=self._next_seq)
+        message = messages.Reset(epoch=self._epoch, next_seq=self._outbox.next_seq)
         if self.connected and not self._link.send(message):
             self._lost("its queue is full")
 
@@ -713,7 +578,7 @@ class TierClient:
         self._bump_fence()
         self._finish_restores()
         self._link.close()
-        self._fail_pending()
+        self._outbox.fail()
         self._device.release_segment()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -723,35 +588,25 @@ class TierClient:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _check(self, part: PoolPages) -> int:
-        """How many pages a part names."""
-        if part.pool not in self._index:
-            raise ValueError(f"no pool {part.pool!r}; there are {', '.join(self._index)}")
-        pages, rest = divmod(len(part.keys), limits.KEY_BYTES)
-        if rest or part.slots.shape[0] != pages * self._page_tokens[part.pool]:
-            raise ValueError(
-                f"pool {part.pool!r}: {len(part.keys)} bytes of keys and {len(part.slots)} slots; "
-                f"a page has a key of {limits.KEY_BYTES} bytes and "
-                f"{self._page_tokens[part.pool]} slots"
-            )
-        return pages
+    def _count(self, pages: Sequence[PoolPages]) -> list[Counted]:
+        """Pages with their numbers.
 
-    def _ticket_is_free(self) -> bool:
-        """Are the next ticket's ready words free, with some to spare for restores?"""
-        return not self._sent or self._ticket - self._sent[0].ticket < TICKETS - 64
+        Raises: ValueError: keys and slots that do not fit together, or no such pool.
+        """
+        counted = []
+        for part in pages:
+            count = count_keys(part.keys)
+            place = self._places.get(part.pool)
+            if place is None:
+                raise ValueError(f"no pool {part.pool!r}; there are {', '.join(self._places)}")
+            if part.slots.shape[0] != count * place.page_tokens:
+                raise ValueError(
+                    f"pool {part.pool!r}: {count} keys and {part.slots.shape[0]} slots; a page "
+                    f"has {place.page_tokens} slots"
+                )
+            counted.append((part, count))
+        return counted
 
     def _new_ticket(self) -> int:
         self._ticket = (self._ticket + 1) % 2**32 or 1
         return self._ticket
-
-    def _room(self, ring: Ring) -> int:
-        """Free places in a ring. The mark never moves back, whatever a late writer stores."""
-        self._free_up_to(ring, int(self._segment.consumed[0 if ring == "backup" else 1]))
-        size = (
-            self._segment.spec.backup_ring if ring == "backup" else self._segment.spec.restore_ring
-        )
-        return size - (self._head[ring] - self._free_from[ring])
-
-    def _free_up_to(self, ring: Ring, position: int) -> None:
-        if self._free_from[ring] < position <= self._head[ring]:
-            self._free_from[ring] = position

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from binascii import unhexlify
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tierd.wire.errors import RefusedError
+from tierd.wire.limits import KEY_BYTES
 from tierd.wire.messages import BufferSpec, PoolSpec
+
+PageKeys: TypeAlias = bytes | Sequence[str]
+"""Keys of pages in chain order: of 32 bytes each, one after the other; or as many strings of 64
+hexadecimal digits, which become bytes only if they are sent, and then all of a step at once."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,46 @@ class PoolPages(NamedTuple):
 
     Attributes:
         pool: Its name.
-        keys: The pages' 32-byte keys, one after the other, in chain order.
+        keys: The pages' keys. A list of them must not be changed before it is sent.
         slots: Their token slots, int64, shape (pages * page_tokens,), whole pages in the same
             order. Must not be changed before the backup or restore is over.
     """
 
     pool: str
-    keys: bytes
+    keys: PageKeys
     slots: torch.Tensor
+
+
+def count_keys(keys: PageKeys) -> int:
+    """How many pages these keys name.
+
+    Raises: ValueError: the last one is not whole.
+    """
+    if not isinstance(keys, bytes):
+        return len(keys)
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"{len(keys)} bytes of keys; a key has {KEY_BYTES}")
+    return len(keys) // KEY_BYTES
+
+
+def key_at(keys: PageKeys, page: int) -> bytes:
+    """The key of one page; `page` may count from the end, as an index does."""
+    if not isinstance(keys, bytes):
+        return unhexlify(keys[page])
+    at = range(len(keys) // KEY_BYTES)[page] * KEY_BYTES
+    return keys[at : at + KEY_BYTES]
+
+
+def join_keys(runs: Iterable[PageKeys]) -> bytes:
+    """All these keys as one blob of 32 bytes each.
+
+    Raises: ValueError: digits that are not hexadecimal.
+    """
+    runs = list(runs)
+    if any(isinstance(run, bytes) for run in runs):
+        return b"".join(run if isinstance(run, bytes) else unhexlify("".join(run)) for run in runs)
+    # One conversion for all: their number is what costs, more than their length.
+    return unhexlify("".join(chain.from_iterable(runs)))  # type: ignore[arg-type]
 
 
 def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:

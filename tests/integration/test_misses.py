@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from tier_harness import Daemon, Engine, lifeline
+from tier_harness import Daemon, Engine, eventually, lifeline
 
 from tierd.wire import limits
 from tierd.wire.messages import Register, Welcome
@@ -38,6 +38,13 @@ def test_what_was_evicted_is_missed_without_a_message(daemon: Daemon, engines: E
     daemon.clear()
     assert engine.lookup("a", 4) == 0
     assert daemon.status()["counters"]["lookups"] == 0
+
+
+def test_an_idle_control_shows_that_it_lives(daemon: Daemon, engines: Engines) -> None:
+    link = engines(daemon.socket).client._link
+    before = link.heartbeat_s
+    assert before > 0.0
+    eventually(lambda: link.heartbeat_s > before, "its heart beats")
 
 
 def test_a_rank_cannot_write_the_table(daemon: Daemon, engines: Engines) -> None:

@@ -15,6 +15,7 @@ _PER_BATCH = {
     "flush, the linker's part": "{n} finish: flush, the linker's part",
     "flush, a step, CPU time": "{n} finish: flush, CPU time",
     "acks, a step": "{n} finish: acks",
+    "all of it, a request": "{n} finish: all of it, a request",
 }
 
 
@@ -51,6 +52,14 @@ def memory_line(memory: Mapping[str, int]) -> str:
         f"tierd's client in the engine's process: {mib['private_bytes']:.1f} MiB of its own, and "
         f"{mib['segment_bytes']:.1f} MiB shared with the daemon, of which "
         f"{mib['ring_bytes']:.1f} MiB are rings for page numbers"
+    )
+
+
+def load_line(load: Mapping[str, float]) -> str:
+    """What "under load" was, in words."""
+    return (
+        f"Under load: another engine backed up {load['wanted_pages_per_s']:,.0f} one-token pages a "
+        f"second, of which the tier kept {load['kept_pages_per_s']:,.0f}"
     )
 
 

@@ -69,8 +69,9 @@ are of the scheduler's thread, in microseconds, p50 and p99.
 
 Rows: "each", one request's way into the tree when its step ends; "flush", what hands the step's
 nodes to the tier, and how long the thread itself ran meanwhile; "acks", reading and releasing all
-of them; then idle iterations, and matches of prompts that are in the tier or nowhere ("lookup" is
-the linker's part of the match, "again" one that is leased already).
+of them; then what all of that comes to for each request, idle iterations, and matches of prompts
+that are in the tier or nowhere ("lookup" is the linker's part of the match, "again" one that is
+leased already, "under load" one while another engine backs up).
 
 Examples:
 
@@ -196,6 +197,7 @@ def scheduler(
     for line in result["left_out"]:
         print(line)
     print_whole(scheduler_report.as_table(result["rows"]))
+    print(scheduler_report.load_line(result["load"]))
     print(scheduler_report.memory_line(result["client_memory"]))
 
 

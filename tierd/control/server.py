@@ -168,6 +168,7 @@ class Control:
         Args: `ready`: what there is to read, as `_wait` has it; None: see for yourself.
         Returns: whether there is more to do at once.
         """
+        self._state.presence.table.beat(now)
         self._receive(self._wait(0.0) if ready is None else ready, now)
         more = self._backups.work(now)
         self._backups.send_acks()
@@ -338,6 +339,7 @@ class Control:
     def _receive_client(self, route: bytes, data: bytes, now: float) -> None:
         session = self._state.by_route.get(route)
         self._state.counters["messages"] += 1
+        self._state.presence.table.beat(time.monotonic())
         try:
             if session is None:
                 raise ProtocolError("this connection is not registered; register on the lifeline")

@@ -22,6 +22,8 @@ WIDTH = 8
 FEW = 8
 """Keys that are quicker done one by one."""
 _WORDS = WIDTH + 1
+_HEARTBEAT = 2
+"""Its word in the header."""
 _MASK = 2**64 - 1
 
 
@@ -63,6 +65,7 @@ class PresenceTable:
             raise ProtocolError(f"a presence table of {buckets} buckets")
         if len(words) * 8 < nbytes(buckets):
             raise ProtocolError(f"a presence table of {buckets} buckets in {len(words) * 8} bytes")
+        self._head = words[: PAGE // 8]
         self._words = words[PAGE // 8 :]
         self._mask = buckets - 1
         self._table: npt.NDArray[np.uint64] = np.frombuffer(
@@ -76,6 +79,15 @@ class PresenceTable:
         words[1] = buckets
         words[0] = MAGIC
         return PresenceTable(buffer)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """When control's loop went round last, seconds of its monotonic clock."""
+        return self._head[_HEARTBEAT] / 1e9
+
+    def beat(self, now_s: float) -> None:
+        """Control's loop goes round."""
+        self._head[_HEARTBEAT] = int(now_s * 1e9)
 
     def may_have(self, key: bytes, salt: Salt) -> bool:
         """False: the page is not in the tier."""
@@ -117,6 +129,7 @@ class PresenceTable:
         """Let go of the buffer."""
         del self._table
         self._words.release()
+        self._head.release()
 
     def _places(
         self, keys: bytes, salt: Salt

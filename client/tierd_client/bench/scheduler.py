@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tierd_client.bench.load import load
 from tierd_client.bench.scheduler_tree import TIERS, WITHOUT_GPU, SchedulerTree, TierName
 from tierd_client.sglang.tree_pools import EngineShape
 
@@ -35,6 +36,8 @@ MATCHES = 20
 STEPS = {1: 8, 8: 4, 64: 2}
 """By how many requests finish in a step: steps a round."""
 MATCH_PAGES = (100, 1000)
+LOADED_MATCHES = 200
+LOAD_PAGES_PER_S = 40_000
 REQUESTS = 96
 CORES = ("rust", "python")
 """SGLang's tree cores; the first is what it chooses by itself."""
@@ -124,6 +127,9 @@ class Bench:
         self.case = case
         self.left_out: list[str] = []
         """What could not run, in words."""
+        self.load_pages_per_s = 0.0
+        """What the tier took of another engine while it was measured under load."""
+        self._socket = socket
         self._stack = contextlib.ExitStack()
         self._samples: dict[str, Samples] = defaultdict(lambda: defaultdict(list))
         self._shape = case.shape(device)
@@ -156,6 +162,8 @@ class Bench:
                 tier = TIERS[(number + turn) % len(TIERS)]
                 self._turn(tier, self._measure)
                 progress()
+        if self.case.matches:
+            self._turn("tierd", self._match_under_load)
         gc.unfreeze()
 
     def rows(self) -> list[Row]:
@@ -227,14 +235,17 @@ class Bench:
             tree.admit(request)
             requests.append(request)
         tree.settle()
+        spent: list[int] = []
         for request in requests:
-            with _clock(samples["finish, a request", batch]):
+            with _clock(spent):
                 tree.finish(request)
+        samples["finish, a request", batch] += spent
         own: Samples = defaultdict(list)
         part = contextlib.nullcontext() if tree.linker is None else _timed(tree, FLUSH, own)
         busy = time.thread_time_ns()
-        with part, _clock(samples["flush, a step", batch]):
+        with part, _clock(spent):
             tree.submit()
+        samples["flush, a step", batch].append(spent[-1])
         # On few cores the processes that a message wakes take the scheduler's; this is without.
         samples["flush, a step, CPU time", batch].append(time.thread_time_ns() - busy)
         if own:
@@ -242,6 +253,7 @@ class Bench:
         drained = tree.drain()
         if tree.tier != "none":
             samples["acks, a step", batch].append(drained)
+        samples["all of it, a request", batch].append((sum(spent) + drained) // batch)
 
     def _match(self, tree: SchedulerTree, pages: int, samples: Samples) -> None:
         """Lookups of prompts that no tier has, and of one that is in the tier alone."""
@@ -251,15 +263,8 @@ class Bench:
             tree.forget(request)
         if tree.tier in ("none", "noop"):
             return
-        tree.evict_all()
         prompt = self._prompt(pages)
-        request = tree.new_request(self._rid(), prompt)
-        tree.match(request)
-        tree.admit(request)
-        tree.finish(request)
-        tree.submit()
-        tree.drain()
-        tree.evict_all()
+        self._keep(tree, prompt)
         # SGLang leaves a prompt's last token to be computed, and with it its page.
         prompt.append(0)
         for _ in range(MATCHES):
@@ -268,6 +273,32 @@ class Bench:
             self._lookup(tree, request, "match, first hit", pages, hit, samples)
             self._lookup(tree, request, "match, hit again", pages, hit, samples)
             tree.forget(request)
+
+    def _match_under_load(self, tree: SchedulerTree) -> None:
+        """First hits while another engine keeps the daemon busy."""
+        pages = MATCH_PAGES[0]
+        prompt = self._prompt(pages)
+        self._keep(tree, prompt)
+        prompt.append(0)
+        with load(self._socket, tree.shape.device, LOAD_PAGES_PER_S) as other:
+            for _ in range(LOADED_MATCHES):
+                request = tree.new_request(self._rid(), prompt)
+                hit = pages * self.case.page_tokens
+                samples = self._samples[tree.tier]
+                self._lookup(tree, request, "match, first hit under load", pages, hit, samples)
+                tree.forget(request)
+            self.load_pages_per_s = other.stop()
+
+    def _keep(self, tree: SchedulerTree, prompt: list[int]) -> None:
+        """Have a prompt in the tier, and nowhere else."""
+        tree.evict_all()
+        request = tree.new_request(self._rid(), prompt)
+        tree.match(request)
+        tree.admit(request)
+        tree.finish(request)
+        tree.submit()
+        tree.drain()
+        tree.evict_all()
 
     def _lookup(
         self,
@@ -391,7 +422,7 @@ def run(
     Args:
         progress: Called with the share that is done, the case, and once a case with its `rows`.
 
-    Returns: `rows`, `left_out` (what could not run, in words), `client_memory`, `machine`.
+    Returns: `rows`, `left_out` (what could not run, in words), `client_memory`, `load`, `machine`.
     """
     if device == "cpu":
         torch.set_num_threads(1)
@@ -399,17 +430,20 @@ def run(
     total = len(todo) * ((rounds + 1) * len(TIERS) + 1)
     done = count(1)
     rows: list[Row] = []
+    loads: list[float] = []
     left_out = [WITHOUT_GPU] if device == "cpu" else []
     for case in todo:
         with Bench(case, device, socket) as bench:
             bench.run(rounds, lambda name=case.name: progress(next(done) / total, name))  # type: ignore[misc]
             left_out += bench.left_out
+            loads.append(bench.load_pages_per_s)
             rows += (found := bench.rows())
         progress(next(done) / total, case.name, rows=[row._asdict() for row in found])
     return {
         "machine": machine(device),
         "left_out": left_out,
         "client_memory": memory,
+        "load": {"wanted_pages_per_s": LOAD_PAGES_PER_S, "kept_pages_per_s": max(loads)},
         "rows": [row._asdict() for row in rows],
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from binascii import unhexlify
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from tierd.wire.errors import ConfigError, RefusedError
-from tierd.wire.limits import KEY_BYTES
-from tierd_client.client import Need, TierClient
+from tierd_client.client import TierClient
+from tierd_client.outbox import Need
 from tierd_client.pools import PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
@@ -59,13 +58,6 @@ class LinkerStats:
     looked_up: int = 0
     restored: int = 0
     restores_failed: int = 0
-
-
-class _Offload(NamedTuple):
-    """One `offload()` that has not been sent. `tokens`: those of its node."""
-
-    transfers: Sequence[Any]
-    tokens: int
 
 
 class _Outstanding(NamedTuple):
@@ -138,9 +130,10 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert found is not None  # agree() raises where there is none
         weights.watch(self)
         self.pools = {PoolName(pool.name): pool for pool in found.pools}
+        self._page_tokens = self.pools[PoolName.KV].page_tokens
         self.stats = LinkerStats()
         self.layer_done_counter = RestoreCounter(found.num_layers)
-        self._queued: list[_Offload] = []
+        self._queued: list[Sequence[Any]] = []
         self._outstanding: deque[_Outstanding] = deque()
         self._results: deque[bool] = deque()
         self._loads: dict[str, list[PoolPages]] = {}
@@ -172,7 +165,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
-        self._queued.append(_Offload(transfers, transfers[0].device_indices.shape[0]))
+        self._queued.append(transfers)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -202,18 +195,19 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._queued:
             return
         queued, self._queued = self._queued, []
-        origins = self._tree.origins([offload.tokens for offload in queued])
-        for offload, origin in zip(queued, origins, strict=True):
-            seq = None
+        page_tokens = self._page_tokens
+        origins = self._tree.origins([page_tokens * len(node[0].keys) for node in queued])
+        for node, origin in zip(queued, origins, strict=True):
+            seq, pages = None, len(node[0].keys)
             if not self._weights_are_stale:
-                pages = [_pages(transfer) for transfer in offload.transfers]
-                seq = self.client.backup(pages, node_id=origin.node_id, parent=origin.parent)
-            self._outstanding.append(_Outstanding(seq, len(offload.transfers[0].keys)))
-            self.stats.offered += len(offload.transfers[0].keys)
+                parts = [_pages(transfer) for transfer in node]
+                seq = self.client.backup(parts, node_id=origin.node_id, parent=origin.parent)
+            self._outstanding.append(_Outstanding(seq, pages))
+            self.stats.offered += pages
 
     def _supply(self, need: Need) -> None:
         """The tier has evicted what comes before a node, which the tree will not offer again."""
-        prefix = self._tree.prefix(need.node_id, self.pools[PoolName.KV].page_tokens)
+        prefix = self._tree.prefix(need.node_id, self._page_tokens)
         pages = [] if prefix is None else [_kv_pages(prefix)]
         self.client.supply(need.seq, pages)
 
@@ -237,9 +231,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._weights_are_stale:
             return []
         pools = [_NAMES[t.name] for t in transfers]
-        if not self.client.may_hit(rid, _keys(hashes[:1]), pools):
-            return []
-        return self.client.lookup(rid, _keys(hashes), pools)
+        return self.client.lookup(rid, hashes, pools)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a restore of what a lookup found. The answer depends on nothing that could
@@ -270,7 +262,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._loads:
             return -1
         loads, self._loads = self._loads, {}
-        self._loading = sum(len(parts[0].keys) for parts in loads.values()) // KEY_BYTES
+        self._loading = sum(len(parts[0].keys) for parts in loads.values())
         return self.layer_done_counter.start(self.client.restore(loads))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -329,14 +321,10 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
         raise ConfigError(f"linker_extra_config: {error}") from None
 
 
-def _keys(hashes: Sequence[str]) -> bytes:
-    """SGLang's page hashes, 64 hexadecimal digits each, as one blob of 32-byte keys."""
-    return unhexlify("".join(hashes))
-
-
 def _kv_pages(prefix: Prefix) -> PoolPages:
-    return PoolPages(_NAMES[PoolName.KV], _keys(prefix.hashes), prefix.slots)
+    return PoolPages(_NAMES[PoolName.KV], prefix.hashes, prefix.slots)
 
 
 def _pages(transfer: Any) -> PoolPages:
-    return PoolPages(_NAMES[transfer.name], _keys(transfer.keys), transfer.device_indices)
+    """A transfer's pages; SGLang's page hashes are 64 hexadecimal digits each."""
+    return PoolPages(_NAMES[transfer.name], transfer.keys, transfer.device_indices)
