@@ -11,6 +11,7 @@ from unittest import mock
 
 import sglang_plugin
 import torch
+from sglang_users import Users
 from tierd_client.sglang.imports import load_sglang
 from tierd_client.sglang.tree_engine import Running, TreeEngine
 from tierd_client.sglang.tree_pools import EngineShape
@@ -58,6 +59,12 @@ def state(engine: TreeEngine) -> Any:
     }
 
 
+def act(engine: TreeEngine, seed: int, operations: int) -> Any:
+    """What users do, at random, and the same on every rank."""
+    Users(engine, seed).act(operations)
+    return state(engine)
+
+
 def features(engine: TreeEngine) -> list[str]:
     """What the plugin does in this engine."""
     return sorted(engine.linker.plugin.features)
@@ -92,6 +99,7 @@ COMMANDS = {
         flush_cache,
         weights_change,
         state,
+        act,
         features,
         iterate,
         settle,

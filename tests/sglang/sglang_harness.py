@@ -145,6 +145,15 @@ def engine_processes(
             engine.kill()
 
 
+def both(ranks: list[EngineProcess], command: str, **arguments: Any) -> Any:
+    """One step of a group: every rank does the same, and must say the same."""
+    for rank in ranks:
+        rank.tell(command, **arguments)
+    first, *others = [rank.answer() for rank in ranks]
+    assert all(other == first for other in others)
+    return first
+
+
 def read_line(process: subprocess.Popen[str]) -> str:
     """The next line of its output; empty if it ends, or says nothing in time."""
     assert process.stdout is not None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sglang_plugin
 from sglang_harness import Daemon, prompt, until
+from sglang_users import ENGINES, Users
 from tierd_client.sglang.imports import load_sglang
 from tierd_client.sglang.plugin import arena as plugin_arena
 from tierd_client.sglang.plugin import install
@@ -191,6 +192,16 @@ def test_a_request_without_room_for_its_load_lets_go_of_what_it_had_found(
     assert engine.admit("too long", [*tokens, 1]).loaded == 0
     until(lambda: leased(daemon) == 0, "its lease has ended")
     engine.finish(running)
+
+
+@CORES
+def test_users_do_anything_in_any_order(plugin: None, open_engine: Open, core: str) -> None:
+    engine = open_engine(core=core, **ENGINES["narrow-window"])
+    assert active(engine) == ALL
+    Users(engine, seed=3).act(60)
+    assert engine.linker.stats.restored > 0
+    assert engine.linker.stats.restores_failed == 0
+    assert not engine.tree.linker.hit_markers
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_harness import Daemon, EngineProcess, engine_processes, prompt
+from sglang_harness import Daemon, EngineProcess, both, engine_processes, prompt
 from sglang_plugin import install_metadata
 from tierd_client.sglang.plugin.cadence import DRAIN_EVERY
 
@@ -15,19 +16,13 @@ pytestmark = pytest.mark.sglang
 PAGES = 16
 
 
-def both(ranks: list[EngineProcess], command: str, **arguments: Any) -> Any:
-    """One step of a group: every rank does the same, and must say the same."""
-    for rank in ranks:
-        rank.tell(command, **arguments)
-    first, *others = [rank.answer() for rank in ranks]
-    assert all(other == first for other in others)
-    return first
-
-
 def group(tmp_path: Path, with_plugin: tuple[bool, bool]) -> list[list[str]]:
     installed = ["--plugin", str(install_metadata(tmp_path / "site-packages"))]
     return [
-        [*("--core", "rust", "--group", str(tmp_path / "rendezvous"), str(rank), "2"), *extra]
+        [
+            *("--core", "rust", "--shape", json.dumps({"pool_tokens": 1024})),
+            *("--group", str(tmp_path / "rendezvous"), str(rank), "2", *extra),
+        ]
         for rank, extra in enumerate(installed if has_it else [] for has_it in with_plugin)
     ]
 
@@ -68,12 +63,14 @@ def test_ranks_that_have_it_reduce_when_something_is_pending_and_then_seldom(
         both(ranks, "drain")
         assert both(ranks, "iterate", iterations=100) == 0
 
+        state = both(ranks, "act", seed=1, operations=100)
+        assert (state["locked"], state["unaccounted"]) == (0, 0)
+
         # Each rank finds out by itself, and not at the same time, that the daemon is gone.
-        both(ranks, "evict")
         daemon.freeze()
-        offer(ranks, range(10, 13))
+        offer(ranks, range(10, 14))
         daemon.kill()
-        assert results(both(ranks, "settle")) == [False] * 3
+        assert results(both(ranks, "settle")) == [False] * 4
         assert both(ranks, "state")["locked"] == 0
         assert both(ranks, "iterate", iterations=100) == 0
 

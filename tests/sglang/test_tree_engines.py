@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sglang_harness import Daemon, EngineProcess, engine_processes, prompt, until, write_model
+from sglang_harness import Daemon, EngineProcess, both, engine_processes, prompt, until, write_model
 
 pytestmark = pytest.mark.sglang
-
-
-def both(ranks: list[EngineProcess], command: str, **arguments: Any) -> Any:
-    """One step of a group: every rank does the same, and must say the same."""
-    for rank in ranks:
-        rank.tell(command, **arguments)
-    first, *others = [rank.answer() for rank in ranks]
-    assert all(other == first for other in others)
-    return first
 
 
 def ready(engines: list[EngineProcess]) -> None:

@@ -198,7 +198,9 @@ class TreeEngine:
         return running
 
     def step(self) -> None:
-        """What SGLang's scheduler does for the cache at the start of each iteration."""
+        """What SGLang's scheduler does for the cache between two iterations: at the end of one,
+        and at the start of the next."""
+        self.tree.flush_pending_backups()
         self.tree.check_hicache_events()
 
     def drain(self, timeout_s: float = 20.0) -> None:
