@@ -29,11 +29,6 @@ ALL = {plugin_tree.FLUSH, plugin_tree.REDUCTIONS, plugin_tree.RELEASE}
 METHODS = [hook.target for hooks in plugin_tree.HOOKS.values() for hook in hooks]
 
 
-def owner_and_name(target: str) -> tuple[Any, str]:
-    owner, _, name = target.rpartition(".")
-    return pkgutil.resolve_name(owner), name
-
-
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One for all: every test has a model of its own."""
@@ -51,8 +46,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for target in [*METHODS, *(hook.target for hook in plugin_arena.HOOKS)]:
-        owner, name = owner_and_name(target)
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
+        monkeypatch.setattr(target, pkgutil.resolve_name(target))  # as it was, afterwards
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setattr(plugin_tree, "_loaded", False)
     monkeypatch.syspath_prepend(sglang_plugin.install_metadata(tmp_path / "site-packages"))
@@ -96,8 +90,8 @@ def test_sglang_finds_it_and_an_engine_without_a_linker_stays_as_it_was(plugin: 
 
     assert load_plugins_by_group(sglang_plugin.GROUP)["tierd"] == (install, "tierd")
     for target in METHODS:
-        owner, name = owner_and_name(target)
-        assert inspect.unwrap(getattr(owner, name)) is getattr(owner, name), target
+        method = pkgutil.resolve_name(target)
+        assert inspect.unwrap(method) is method, target
 
 
 @CORES
@@ -220,18 +214,17 @@ def test_a_method_that_has_changed_is_left_alone_and_said_once(
     feature: str,
 ) -> None:
     (target,) = (target for target in METHODS if target.endswith(method))
-    owner, name = owner_and_name(target)
-    original = getattr(owner, name)
+    original = pkgutil.resolve_name(target)
 
-    def changed(self: Any, rid: str = "", *, reason: str = "") -> None:
-        original(self, *[rid][: len(inspect.signature(original).parameters) - 1])
+    def changed(self: Any, *arguments: Any, reason: str = "") -> None:
+        original(self, *arguments)
 
-    monkeypatch.setattr(owner, name, changed)
+    monkeypatch.setattr(target, changed)
     sglang_plugin.load()
     for _ in range(2):
         engine = open_engine()
         assert active(engine) == ALL - {feature}
-        assert getattr(owner, name) is changed
+        assert pkgutil.resolve_name(target) is changed
     assert sum(target in message for message in caplog.messages) == 1
 
     keep(engine, "a", prompt(1, 64))
@@ -242,7 +235,7 @@ def test_a_method_that_is_gone_costs_its_feature_and_nothing_else(
     process: None, open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (target,) = (target for target in METHODS if target.endswith("release_request"))
-    monkeypatch.delattr(*owner_and_name(target))
+    monkeypatch.delattr(target)
     sglang_plugin.load()
     assert active(open_engine()) == ALL - {plugin_tree.RELEASE}
 
