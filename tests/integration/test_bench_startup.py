@@ -9,7 +9,7 @@ import sys
 
 from rich.console import Console
 
-from tierd.bench.startup import Start, as_table, milestones
+from tierd.bench.startup import Start, as_table, milestones, rate
 
 GIB = 1 << 30
 
@@ -40,6 +40,8 @@ def test_a_milestone_is_where_so_much_was_first_seen_pinned() -> None:
     history = [(1.0, 0), (2.0, 2 * GIB), (3.0, 3 * GIB), (4.0, 5 * GIB)]
     assert list(milestones(history)) == [(1, 2.0), (2, 2.0), (4, 4.0)]
     assert list(milestones([])) == []
+    assert rate(history) == 5 / 3
+    assert rate(history[2:]) is None, "most of it was over"
 
 
 def test_the_table_shows_the_milestones_that_were_reached_and_what_memory_is_made_of() -> None:

@@ -31,14 +31,14 @@ def reserve(root: Path, kib: int, **counts: int) -> None:
     """The files in which a kernel shows its huge pages of one size."""
     directory = root / f"sys/kernel/mm/hugepages/hugepages-{kib}kB"
     directory.mkdir(parents=True)
-    for name in ("nr", "free", "resv", "nr_overcommit", "surplus"):
+    for name in ("nr", "free", "resv"):
         (directory / f"{name}_hugepages").write_text(f"{counts.get(name, 0)}\n")
 
 
 def test_huge_pages_that_others_were_promised_are_not_free(tmp_path: Path) -> None:
-    reserve(tmp_path, 2048, nr=100, free=60, resv=20, nr_overcommit=8, surplus=3)
+    reserve(tmp_path, 2048, nr=100, free=60, resv=20)
     reserve(tmp_path, 1048576)
-    assert reserved_pages(tmp_path) == {MIB_2: Reserved(100, 45), GIB_1: Reserved(0, 0)}
+    assert reserved_pages(tmp_path) == {MIB_2: Reserved(100, 40), GIB_1: Reserved(0, 0)}
     assert reserved_pages(tmp_path / "nowhere") == {}
 
 
@@ -50,45 +50,46 @@ def test_the_machine_itself_says_what_it_has() -> None:
 
 def test_enough_huge_pages_are_taken_without_a_word() -> None:
     plan = plan_pages("auto", 64 * GIB, 1, {MIB_2: Reserved(40000, 32768)})
-    assert plan == PagePlan((MIB_2,), CHUNK_BYTES, "", False, 64 * GIB)
+    assert plan == PagePlan(((MIB_2, 64 * GIB),))
     assert plan_pages("2MiB", 64 * GIB, 1, {MIB_2: Reserved(40000, 32768)}) == plan
 
 
 def test_what_is_missing_is_said_with_the_command_that_reserves_it() -> None:
     few = {MIB_2: Reserved(6000, 5120)}
     plan = plan_pages("2MiB", 64 * GIB, 1, few)
-    assert plan.sizes == (MIB_2,)
+    assert plan.huge == ((MIB_2, 10 * GIB),)
     assert plan.short
     assert "10.0 GiB of 64.0 GiB are reserved" in plan.note
     assert how_to_reserve(MIB_2, 6000 + 32768 - 5120) in plan.note
     assert not plan_pages("auto", 64 * GIB, 1, few).short, "nobody asked for them"
     none = plan_pages("2MiB", 64 * GIB, 1, {})
-    assert (none.sizes, none.short, none.huge_bytes) == ((), True, 0)
+    assert (none.huge, none.short) == ((), True)
     assert how_to_reserve(MIB_2, 32768) in none.note
 
 
 def test_pages_of_a_gib_make_chunks_of_a_gib() -> None:
     plan = plan_pages("1GiB", 8 * GIB, 1, {GIB_1: Reserved(8, 8)})
-    assert (plan.sizes, plan.chunk_bytes, plan.note) == ((GIB_1,), GIB, "")
+    assert (plan.huge, plan.chunk_bytes, plan.note) == (((GIB_1, 8 * GIB),), GIB, "")
     short = plan_pages("1GiB", 8 * GIB, 1, {GIB_1: Reserved(2, 2), MIB_2: Reserved(512, 512)})
-    assert (short.sizes, short.chunk_bytes, short.huge_bytes) == ((GIB_1, MIB_2), GIB, 3 * GIB)
+    assert (short.huge, short.chunk_bytes) == (((GIB_1, 2 * GIB), (MIB_2, GIB)), GIB)
+    assert short.huge_bytes == 3 * GIB
     assert "hugepages-1048576kB" in short.note
     none = plan_pages("1GiB", 8 * GIB, 1, {})
-    assert (none.sizes, none.chunk_bytes) == ((), CHUNK_BYTES)
+    assert (none.huge, none.chunk_bytes) == ((), CHUNK_BYTES)
 
 
 def test_by_itself_a_daemon_takes_pages_of_a_gib_only_where_all_fits_and_is_much() -> None:
     reserved = {GIB_1: Reserved(64, 64), MIB_2: Reserved(32768, 32768)}
     assert plan_pages("auto", 64 * GIB, 1, reserved).chunk_bytes == GIB
     assert plan_pages("auto", 64 * GIB, 8, reserved).chunk_bytes == CHUNK_BYTES
-    assert plan_pages("auto", 65 * GIB, 1, reserved).sizes == (MIB_2,)
+    assert plan_pages("auto", 65 * GIB, 1, reserved).huge == ((MIB_2, 64 * GIB),)
     assert plan_pages("off", 64 * GIB, 1, reserved) == PagePlan()
 
 
 def test_a_file_is_in_ordinary_pages_where_no_huge_ones_are_left() -> None:
     left = reserved_pages().get(GIB_1, Reserved(0, 0)).free
     size = (left + 1) * GIB
-    file = AnonymousMemory([GIB_1]).create(1, size)
+    file = AnonymousMemory({GIB_1: size}).create(1, size)
     assert file.page_bytes == mmap.PAGESIZE
     assert os.fstat(file.fd).st_size == size
     os.close(file.fd)
@@ -99,13 +100,21 @@ def test_a_file_is_in_ordinary_pages_where_no_huge_ones_are_left() -> None:
 )
 def test_a_file_in_huge_pages_has_them_set_aside() -> None:
     before = reserved_pages()[MIB_2].free
-    file = AnonymousMemory([GIB_1, MIB_2]).create(1, 2 * MIB_2)
+    memory = AnonymousMemory({GIB_1: GIB, MIB_2: 2 * MIB_2})
+    file = memory.create(1, 2 * MIB_2)
     assert file.page_bytes == MIB_2
     assert reserved_pages()[MIB_2].free == before - 2
-    with mmap.mmap(file.fd, 2 * MIB_2) as memory:
-        memory[MIB_2] = 7
-    os.close(file.fd)
+    more = memory.create(2, 2 * MIB_2)
+    assert more.page_bytes == mmap.PAGESIZE, "no more was to be taken"
+    with mmap.mmap(file.fd, 2 * MIB_2) as mapped:
+        mapped[MIB_2] = 7
+    for fd in (file.fd, more.fd):
+        os.close(fd)
     assert reserved_pages()[MIB_2].free == before
+    memory.discard(1)
+    again = memory.create(3, 2 * MIB_2)
+    assert again.page_bytes == MIB_2
+    os.close(again.fd)
 
 
 def test_the_store_counts_what_it_has_made_and_stops_at_its_budget() -> None:

@@ -46,10 +46,10 @@ class Start:
     """One daemon's life. Seconds count from its start, those of its death from the kill.
 
     `hugepages`, `threads`: what `tierd serve` was given. `pinned_s`: by GiB, when so much was
-    pinned, all devices together. `rate_gibps`: from the ready line to the end. `by_page`: bytes by
-    the size of their memory pages. `gone_s`: no process is left, and so no GPU memory. `free_s`:
-    the kernel counts the memory as free; None where it does not count it, or others took as much
-    meanwhile.
+    pinned, all devices together. `rate_gibps`: from the ready line to the end; None if little was
+    left by then. `by_page`: bytes by the size of their memory pages. `gone_s`: no process is left,
+    and so no GPU memory. `free_s`: the kernel counts the memory as free; None where it does not
+    count it, or others took as much meanwhile.
     """
 
     memory_bytes: int
@@ -60,7 +60,7 @@ class Start:
     ready_s: float
     pinned_s: dict[str, float]
     all_pinned_s: float
-    rate_gibps: float
+    rate_gibps: float | None
     gone_s: float
     free_s: float | None
 
@@ -106,8 +106,6 @@ def measure(
     free_s = None
     if used is not None and _await_memory(used - int(memory_bytes * GIVEN_BACK)):
         free_s = time.monotonic() - killed
-    first_s, first = history[0]
-    last_s, last = history[-1]
     return Start(
         memory_bytes=memory_bytes,
         devices=len(pids) - 1,
@@ -116,18 +114,30 @@ def measure(
         by_page=dict(memory["by_page"]),
         ready_s=ready_s,
         pinned_s={str(n): at for n, at in milestones(history)},
-        all_pinned_s=last_s,
-        rate_gibps=(last - first) / GIB / (last_s - first_s) if last_s > first_s else 0.0,
+        all_pinned_s=history[-1][0],
+        rate_gibps=rate(history),
         gone_s=gone_s,
         free_s=free_s,
     )
+
+
+def rate(history: Sequence[tuple[float, int]]) -> float | None:
+    """GiB/s from the first look to the last; None if most of it was over by the first.
+
+    Args:
+        history: (seconds, bytes pinned), in order.
+    """
+    (first_s, first), (last_s, last) = history[0], history[-1]
+    if last - first < last / 2:
+        return None
+    return (last - first) / GIB / (last_s - first_s)
 
 
 def milestones(history: Sequence[tuple[float, int]]) -> Iterator[tuple[int, float]]:
     """When 1, 2, 4, 8 ... GiB were pinned.
 
     Args:
-        history: (seconds, bytes pinned), in order.
+        history: As for `rate`.
     """
     for gib in (1 << n for n in itertools.count()):
         reached = next((at for at, nbytes in history if nbytes >= gib * GIB), None)
@@ -170,7 +180,7 @@ def as_table(starts: Sequence[Start]) -> Table:
             f"{start.ready_s:.2f}",
             *(_seconds(start.pinned_s.get(str(gib))) for gib in shown),
             f"{start.all_pinned_s:.2f}",
-            f"{start.rate_gibps:.1f}",
+            "" if start.rate_gibps is None else f"{start.rate_gibps:.1f}",
             f"{start.gone_s:.2f}",
             _seconds(start.free_s),
         )

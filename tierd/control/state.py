@@ -58,7 +58,7 @@ class State:
             for name in config.devices
         }
         self.presence = SharedPresence(config.memory_bytes)
-        memory = AnonymousMemory(config.pages.sizes)
+        memory = AnonymousMemory(dict(config.pages.huge))
         self.room = RoomKeeper(
             Stock(
                 ChunkStore(config.memory_bytes, memory, config.pages.chunk_bytes),

@@ -48,20 +48,34 @@ class SharedMemory:
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def populate(self) -> None:
-        """Touch every page.
-
-        Raises: BackendError: the machine has no memory left.
-        """
-        try:
-            placement.populate(self.address, self.size)
-        except OSError as error:
-            raise BackendError(f"cannot touch a chunk: {error.strerror}") from error
-
     def close(self) -> None:
         """Unmap, or let go: the memory stays until the last view of it is gone."""
         with suppress(BufferError):
             self.memory.close()
+
+
+def map_chunk_file(stack: ExitStack, fd: int, size: int, *, touch: bool, node: int | None) -> int:
+    """Map a host chunk; `stack` unmaps it. Returns its address.
+
+    Args:
+        touch: Every page of it must be there.
+        node: The NUMA node that pages are to lie on which are not there yet; None: any.
+
+    Raises: BackendError: the file is shorter, cannot be mapped, or there is no memory left.
+    """
+    actual = os.fstat(fd).st_size
+    if actual < size:
+        raise BackendError(f"a file of {actual} bytes was announced with {size}")
+    try:
+        address = placement.map_shared(fd, size)
+        stack.callback(placement.unmap, address, size)
+        if node is not None:
+            placement.prefer_node(address, size, node)
+        if touch:
+            placement.populate(address, size)
+    except OSError as error:
+        raise BackendError(f"cannot map a chunk of {size >> 20} MiB: {error.strerror}") from error
+    return address
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tierd.copier.backend import (
     DeviceLostError,
     Marker,
     SharedMemory,
+    map_chunk_file,
     split_fds,
 )
 from tierd.copier.plan import Batch, Direction
@@ -80,17 +81,13 @@ class CudaBackend:
 
     def map_chunk(self, fd: int, size: int, touch: bool) -> Chunk:
         with ExitStack() as stack:
-            memory = SharedMemory(fd, size)
-            stack.callback(memory.close)
-            if self._node is not None:
-                placement.prefer_node(memory.address, size, self._node)
             # Whatever `touch` says: pinning would, one page after the other.
-            memory.populate()
+            address = map_chunk_file(stack, fd, size, touch=True, node=self._node)
             _call("cuCtxSetCurrent", self._context)
-            self._pin(stack, memory, _PORTABLE)
+            self._pin(stack, address, size, _PORTABLE)
             # The thread that ends a chunk may be another one than this.
             stack.callback(_release, "cuCtxSetCurrent", self._context)
-            return Chunk(memory.address, size, stack.pop_all())
+            return Chunk(address, size, stack.pop_all())
 
     def attach(
         self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory
@@ -107,7 +104,7 @@ class CudaBackend:
                     raise BackendError(
                         f"allocation {number} has {int(size)} bytes; {allocation.size} announced"
                     )
-            self._pin(stack, segment, _PORTABLE | _MAPPED)
+            self._pin(stack, segment.address, segment.size, _PORTABLE | _MAPPED)
             words = _call("cuMemHostGetDevicePointer", segment.address, 0)
             addresses = tuple(opened[allocation.handle] for allocation in allocations)
             return Attachment(addresses, int(words), stack.pop_all())
@@ -189,9 +186,9 @@ class CudaBackend:
         stack.callback(_release, "cuIpcCloseMemHandle", address)
         return address
 
-    def _pin(self, stack: ExitStack, memory: SharedMemory, flags: int) -> None:
-        _call("cuMemHostRegister", memory.address, memory.size, flags)
-        stack.callback(_release, "cuMemHostUnregister", memory.address)
+    def _pin(self, stack: ExitStack, address: int, size: int, flags: int) -> None:
+        _call("cuMemHostRegister", address, size, flags)
+        stack.callback(_release, "cuMemHostUnregister", address)
 
     def _check(self, name: str, code: int) -> None:
         """Judge a submission: a refused call is one job's affair, a broken context everybody's."""

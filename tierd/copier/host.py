@@ -13,6 +13,7 @@ from tierd.copier.backend import (
     Chunk,
     Marker,
     SharedMemory,
+    map_chunk_file,
     split_fds,
 )
 from tierd.copier.plan import Batch, Direction, Records
@@ -27,11 +28,8 @@ class HostBackend:
 
     def map_chunk(self, fd: int, size: int, touch: bool) -> Chunk:
         with ExitStack() as stack:
-            mapping = SharedMemory(fd, size)
-            stack.callback(mapping.close)
-            if touch:
-                mapping.populate()
-            return Chunk(mapping.address, size, stack.pop_all())
+            address = map_chunk_file(stack, fd, size, touch=touch, node=None)
+            return Chunk(address, size, stack.pop_all())
 
     def attach(
         self, allocations: Sequence[Allocation], fds: Sequence[int], segment: SharedMemory

@@ -25,30 +25,33 @@ class Reserved(NamedTuple):
 class PagePlan(NamedTuple):
     """What chunks lie in.
 
-    `sizes`: of huge pages, in bytes, to try in this order before ordinary pages. `chunk_bytes`:
-    the unit of claims. `note`: what to tell the user, if anything; `short` if it is not what was
-    asked for. `huge_bytes`: how much of the memory is in huge pages.
+    `huge`: sizes of huge pages to try in this order before ordinary pages, each with the bytes to
+    take of them at most. `chunk_bytes`: the unit of claims. `note`: what to tell the user, if
+    anything; `short` if it is not what was asked for.
     """
 
-    sizes: tuple[int, ...] = ()
+    huge: tuple[tuple[int, int], ...] = ()
     chunk_bytes: int = CHUNK_BYTES
     note: str = ""
     short: bool = False
-    huge_bytes: int = 0
+
+    @property
+    def huge_bytes(self) -> int:
+        """How much of the memory is in huge pages."""
+        return sum(nbytes for _, nbytes in self.huge)
 
 
 def reserved_pages(root: Path = Path("/")) -> dict[int, Reserved]:
-    """By size in bytes, the huge pages of this machine, those that may be had on demand
-    (nr_overcommit_hugepages) among the free ones."""
+    """By size in bytes, the huge pages of this machine. Those that it would make on demand
+    (nr_overcommit_hugepages) do not count: to find unbroken memory for them can take seconds."""
     found = {}
     for directory in (root / "sys/kernel/mm/hugepages").glob("hugepages-*kB"):
         counts = {
             name: int((directory / f"{name}_hugepages").read_text())
-            for name in ("nr", "free", "resv", "nr_overcommit", "surplus")
+            for name in ("nr", "free", "resv")
         }
         size = int(directory.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
-        more = max(0, counts["nr_overcommit"] - counts["surplus"])
-        found[size] = Reserved(counts["nr"], max(0, counts["free"] - counts["resv"]) + more)
+        found[size] = Reserved(counts["nr"], max(0, counts["free"] - counts["resv"]))
     return found
 
 
@@ -72,18 +75,23 @@ def plan_pages(
     tried = (GIB_1, MIB_2) if giant else (MIB_2,)
     sizes = tuple(size for size in tried if free[size] >= max(size, CHUNK_BYTES))
     chunk_bytes = max((CHUNK_BYTES, *sizes))
-    usable = sum(free[size] // chunk_bytes * chunk_bytes for size in sizes)
-    huge_bytes = min(memory_bytes // chunk_bytes * chunk_bytes, usable)
+    huge: list[tuple[int, int]] = []
+    left = memory_bytes
+    for size in sizes:
+        nbytes = min(left, free[size]) // chunk_bytes * chunk_bytes
+        huge.append((size, nbytes))
+        left -= nbytes
+    plan = PagePlan(tuple(huge), chunk_bytes)
     missing = memory_bytes - min(memory_bytes, free[wanted])
     if missing < chunk_bytes:
-        return PagePlan(sizes, chunk_bytes, "", False, huge_bytes)
+        return plan
     total = reserved.get(wanted, Reserved(0, 0)).total
     note = (
-        f"huge pages: {format_size(huge_bytes)} of {format_size(memory_bytes)} "
-        f"{'is' if huge_bytes == 0 else 'are'} reserved, the rest is pinned in ordinary pages. "
+        f"huge pages: {format_size(plan.huge_bytes)} of {format_size(memory_bytes)} are reserved, "
+        f"the rest is pinned in ordinary pages. "
         f"To reserve what is missing: `{how_to_reserve(wanted, total + -(-missing // wanted))}`"
     )
-    return PagePlan(sizes, chunk_bytes, note, choice != "auto", huge_bytes)
+    return plan._replace(note=note, short=choice != "auto")
 
 
 def how_to_reserve(size: int, pages: int) -> str:

@@ -1,7 +1,7 @@
-"""Where pages of shared memory come to lie: on which NUMA node, and that they are there at all.
+"""Mappings of shared memory, on which NUMA node their pages lie, and that they are there at all.
 
-Calls of the kernel by ctypes, which gives up the GIL for as long as they take. Addresses are of
-this process's own mappings.
+Calls of the kernel by ctypes, which gives up the GIL for as long as they take: a large mapping
+takes milliseconds to come and to go. Addresses are of this process's own mappings.
 """
 
 from __future__ import annotations
@@ -14,12 +14,47 @@ from pathlib import Path
 
 PIN_THREADS = 4
 """Chunks that a copier touches and pins at a time, unless it is told otherwise."""
+POPULATE_STEP = 2 << 20
+"""Bytes touched in one call. It keeps every other mapping of the process from coming or going."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23
 """linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call; libc has no function for it."""
 _MPOL_PREFERRED = 1
+_PROT_READ_WRITE, _MAP_SHARED = 0x3, 0x1
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_shared(fd: int, size: int) -> int:
+    """Map a file's first bytes, shared and writable; returns the address.
+
+    Raises: OSError: it cannot be mapped.
+    """
+    address = _LIBC.mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(address)
+
+
+def unmap(address: int, size: int) -> None:
+    """Undo `map_shared`. Nothing may use the memory any more.
+
+    Raises: OSError: there was no such mapping.
+    """
+    if _LIBC.munmap(address, size) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def node_of_gpu(pci_bus_id: str, root: Path = Path("/")) -> int | None:
@@ -59,10 +94,11 @@ def populate(address: int, size: int) -> None:
 
     Raises: OSError: there is no memory left.
     """
-    length, advice = ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE)
-    while _LIBC.madvise(ctypes.c_void_p(address), length, advice) != 0:
-        error = ctypes.get_errno()
-        if error == errno.EINVAL:
-            return
-        if error not in (errno.EINTR, errno.EAGAIN):
-            raise OSError(error, f"no memory for {size >> 20} MiB: {os.strerror(error)}")
+    for first in range(address, address + size, POPULATE_STEP):
+        step = min(POPULATE_STEP, address + size - first)
+        while _LIBC.madvise(first, step, _MADV_POPULATE_WRITE) != 0:
+            error = ctypes.get_errno()
+            if error == errno.EINVAL:
+                return
+            if error not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(error, f"no memory for {size >> 20} MiB: {os.strerror(error)}")

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 0x2, 0x4
@@ -43,18 +43,23 @@ class AnonymousMemory:
     """Files without a name, gone with the last process that has them.
 
     Args:
-        huge_page_bytes: Sizes of huge pages to try, in this order, before ordinary pages. The
-            kernel must have them reserved; a file is in pages of one size.
+        huge: By size of huge pages in bytes, how much memory to take of them at most; tried in
+            this order, before ordinary pages. A file is in pages of one size.
     """
 
-    def __init__(self, huge_page_bytes: Sequence[int] = ()) -> None:
-        self._huge = tuple(huge_page_bytes)
+    def __init__(self, huge: Mapping[int, int] | None = None) -> None:
+        self._left = dict(huge or {})
+        self._taken: dict[int, tuple[int, int]] = {}
 
     def create(self, number: int, size: int) -> ChunkFile:
         name = f"tierd-chunk-{number}"
-        for page_bytes in self._huge:
-            fd = None if size % page_bytes else _huge_file(name, size, page_bytes)
+        for page_bytes, left in self._left.items():
+            if size % page_bytes or left < size:
+                continue
+            fd = _huge_file(name, size, page_bytes)
             if fd is not None:
+                self._left[page_bytes] -= size
+                self._taken[number] = page_bytes, size
                 return ChunkFile(fd, page_bytes)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
@@ -62,7 +67,9 @@ class AnonymousMemory:
         return ChunkFile(fd, mmap.PAGESIZE)
 
     def discard(self, number: int) -> None:
-        """The kernel has taken it back already."""
+        if number in self._taken:
+            page_bytes, size = self._taken.pop(number)
+            self._left[page_bytes] += size
 
 
 def _huge_file(name: str, size: int, page_bytes: int) -> int | None:
