@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -336,14 +337,18 @@ def main() -> None:
     def progress(done: float, text: str) -> None:
         print(json.dumps({"done": done, "text": text}), flush=True)
 
-    result = run(
-        arguments.socket,
-        torch.device(arguments.device),
-        arguments.tokens,
-        arguments.quick,
-        arguments.rounds,
-        progress,
-    )
+    device = torch.device(arguments.device)
+    # Not the default stream, which waits for others and has them wait: an engine has its own.
+    own = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    with own:
+        result = run(
+            arguments.socket,
+            device,
+            arguments.tokens,
+            arguments.quick,
+            arguments.rounds,
+            progress,
+        )
     print(json.dumps({"result": result}), flush=True)
 
 
