@@ -50,6 +50,7 @@ class Daemon:
         group: str | None = None,
         verify: str = "off",
         persist: Path | None = None,
+        pin_ahead: str | None = None,
     ) -> None:
         self.socket = directory / "tierd.sock"
         self._log = directory / "daemon.log"
@@ -58,6 +59,7 @@ class Daemon:
         self._options += ["--group", group] if group else []
         self._options += ["--verify", verify]
         self._options += ["--persist", str(persist)] if persist else []
+        self._options += ["--pin-ahead", pin_ahead] if pin_ahead else []
         self._admin: Channel[messages.ToLifeline] | None = None
         self._family: list[psutil.Process] = []
         self.process: subprocess.Popen[str] | None = None
