@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierd.control.backups import (
+    STEP_PAGES,
     Backup,
     Backups,
     NoRoomError,
@@ -21,6 +22,7 @@ from tierd.control.backups import (
     OfferPart,
     Piece,
     Placement,
+    RepeatedKeyError,
     Sequencer,
     Writers,
     runs,
@@ -511,3 +513,66 @@ def test_slots_given_to_a_copy_are_where_its_keys_are_found() -> None:
     (copy,) = engine.decide(offer(1, 2, 3))
     found = [engine.pool.find(key((1, 2, 3)[: i + 1])) for i in range(3)]
     assert np.array_equal(copy.slots, found)
+
+
+# --- long backups -----------------------------------------------------------------------------
+
+
+def long_offer(pages: int, pool: str = "kv") -> Offer:
+    names = Keys.of(hashlib.sha256(f"long {n}".encode()).digest() for n in range(pages))
+    return Offer("", (OfferPart(pool, names, 0),), 1, 0, b"")
+
+
+def test_a_long_backup_gets_its_slots_in_steps_and_one_ack() -> None:
+    pages_of_it = 3 * STEP_PAGES + 7
+    engine = Engine(make_pool(4 * STEP_PAGES), ranks=1)
+    placement = engine.backups.begin(0, long_offer(pages_of_it), [engine.pool], 1)
+    pieces = []
+    while not placement.done:
+        free = engine.pool.free_slots
+        piece = engine.backups.place(placement)
+        assert free - engine.pool.free_slots <= STEP_PAGES
+        assert piece is not None
+        pieces.append(piece)
+        engine.copied([piece], True)
+        assert engine.acked == ([(0, True)] if placement.done else [])
+    assert pages(pieces) == list(range(pages_of_it))
+    assert len(engine.pool.prefix(placement.offer.parts[0].keys)) == pages_of_it
+
+
+def test_a_long_backup_that_is_given_up_is_acked_when_its_copies_are_off_the_wire() -> None:
+    engine = Engine(make_pool(2 * STEP_PAGES), ranks=1)
+    placement = engine.backups.begin(0, long_offer(2 * STEP_PAGES), [engine.pool], 1)
+    piece = engine.backups.place(placement)
+    assert piece is not None
+    engine.backups.give_up(placement.backup)
+    assert engine.acked == []
+    engine.copied([piece], True)
+    assert engine.acked == [(0, False)]
+    assert engine.pool.pages == STEP_PAGES, "what has come is a beginning that can be used"
+
+
+def test_a_step_without_room_is_repeated_when_there_is_some() -> None:
+    engine = Engine(make_pool(STEP_PAGES + 8), ranks=1)
+    engine.copied(engine.decide(offer(*range(1, 9))), True)
+    placement = engine.backups.begin(1, long_offer(STEP_PAGES + 8), [engine.pool], 9)
+    first = engine.backups.place(placement)
+    with pytest.raises(NoRoomError) as lack:
+        engine.backups.place(placement)
+    assert (lack.value.missing, engine.pool.evict(8)) == (8, 8)
+    second = engine.backups.place(placement)
+    assert first is not None
+    assert second is not None
+    engine.copied([first, second], True)
+    assert engine.acked == [(0, True), (1, True)]
+
+
+def test_one_key_twice_is_noticed_before_anything_is_changed() -> None:
+    engine = Engine(make_pool(8))
+    twice = Offer("", (OfferPart("kv", Keys(2 * key((1,))), 0),), 1, 0, b"")
+    placement = engine.backups.begin(0, twice, [engine.pool], 1)
+    with pytest.raises(RepeatedKeyError):
+        engine.backups.place(placement)
+    engine.backups.give_up(placement.backup)
+    assert engine.acked == [(0, False)]
+    assert engine.pool.free_slots == 8

@@ -1,6 +1,6 @@
 """`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree,
-`startup` starts daemons and kills them, `soak` works for minutes on end, and those of copies are
-in `bench_gpu`."""
+`startup` starts daemons and kills them, `control` loads one, `soak` works for minutes on end, and
+those of copies are in `bench_gpu`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
 from tierd.cli import bench_gpu
+from tierd.cli.bench_control import EPILOG as CONTROL_EPILOG
+from tierd.cli.bench_control import control
 from tierd.cli.bench_soak import EPILOG as SOAK_EPILOG
 from tierd.cli.bench_soak import soak
 from tierd.cli.bench_startup import EPILOG as STARTUP_EPILOG
@@ -41,6 +43,7 @@ Examples:
 - `tierd bench eviction --trace conversation_trace.jsonl --page-tokens 512`: a trace of your own
 - `tierd bench scheduler --quick`: what each tier costs SGLang's scheduler thread
 - `tierd bench startup`: how fast memory is pinned, and free again after a kill
+- `tierd bench control`: pages a second, and what a lookup waits meanwhile
 - `tierd bench copy`, `tierd bench interference`: what the copies reach, and what they cost a GPU
 - `tierd bench soak --minutes 60`: whether anything grows while it works
 """
@@ -96,6 +99,7 @@ app.command(epilog=bench_gpu.COPY_EPILOG)(bench_gpu.copy)
 app.command(epilog=bench_gpu.INTERFERENCE_EPILOG)(bench_gpu.interference)
 app.command(epilog=STARTUP_EPILOG)(startup)
 app.command(epilog=SOAK_EPILOG)(soak)
+app.command(epilog=CONTROL_EPILOG)(control)
 
 
 @app.command(epilog=EVICTION_EPILOG)

@@ -30,7 +30,8 @@ FLIGHT_BYTES = 4 << 30
 JOB_PAGES = 2048
 """A job's size, roughly: a restore never waits behind more than a few of them."""
 SLICE_S = 0.0005
-"""Steps go on for so long before the loop looks for lookups and restores again."""
+SLICE_STEPS = 8
+"""Steps go on for so long, or are so many, before the loop looks for lookups and restores again."""
 NOTE_ITEMS = 64
 """Backups of a message that are noted at a time."""
 INBOX_MESSAGES = 256
@@ -132,9 +133,10 @@ class BackupDesk:
         Returns: whether there is more that need not wait for anything.
         """
         until = time.monotonic() + SLICE_S
-        more = True
-        while more and time.monotonic() < until:
+        for _ in range(SLICE_STEPS):
             more = self.step(now)
+            if not more or time.monotonic() >= until:
+                break
         for group in self._state.groups.values():
             batches, group.batches = group.batches, {}
             for rank, batch in batches.items():

@@ -152,7 +152,10 @@ class PagePool:
 
         Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
         """
-        doomed = self._doomed(ordinal) & (self._state == COMMITTED)
+        if not self._state[slice(*self._span(ordinal))].any():
+            doomed = np.zeros(0, np.bool_)
+        else:
+            doomed = self._doomed(ordinal) & (self._state == COMMITTED)
         evicted = 0
         with self._dropping() as drop:
             parent, children = self.policy.parent, self.policy.children

@@ -22,6 +22,8 @@ from tierd.wire.geometry import HostLayout
 log = logging.getLogger("tierd.control")
 
 PROMISE_S = 2.0
+DISSOLVED_PAGES, DISSOLVED_ROWS = 1024, 16
+"""What a namespace that nobody uses gives back at a time."""
 NEVER_COLD = 1 << 62
 
 Row = tuple[int, int]
@@ -192,12 +194,14 @@ class RoomKeeper:
                 self._open(row)
 
     def dissolve(self, catalog: Catalog) -> bool:
-        """Evict what nobody holds and give back what is empty. True: nothing is left."""
+        """Evict some of what nobody holds and give back some of what is empty; call it again and
+        again. True: nothing is left."""
         for pool in catalog.pools.values():
-            pool.clear()
+            pool.evict(DISSOLVED_PAGES)
             rows = self._rows[id(pool)].rows
             if pool.free_slots == pool.capacity:
-                for ordinal in [o for o in rows if (id(pool), o) not in self._claims]:
+                free = [o for o in rows if (id(pool), o) not in self._claims]
+                for ordinal in free[:DISSOLVED_ROWS]:
                     self._remove((id(pool), ordinal))
         if any(self._rows[id(pool)].rows for pool in catalog.pools.values()):
             return False

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.config import ServeConfig
 from tierd.control import status
 from tierd.control.backup_desk import BackupDesk
+from tierd.control.backups import STEP_PAGES
 from tierd.control.copiers import Copier, CopierState, describe_exit
 from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
@@ -104,6 +106,8 @@ class Control:
         self._backups = BackupDesk(self._state)
         self._restores = RestoreDesk(self._state)
         self._connections: list[Connection] = []
+        # Long work that may take its time: a step of the first one a turn.
+        self._chores: deque[Iterator[None]] = deque()
         self._next_tick = 0.0
         self._wake_out, self._wake_in = socket.socketpair()
 
@@ -175,6 +179,10 @@ class Control:
         self._receive(self._wait(0.0) if ready is None else ready, now)
         more = self._backups.work(now)
         self._backups.send_acks()
+        if self._chores:
+            if next(self._chores[0], self) is self:
+                self._chores.popleft()
+            more = more or bool(self._chores)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._housekeep(now)
@@ -383,15 +391,25 @@ class Control:
         if isinstance(message, messages.StatusRequest):
             channel.send(messages.Status(data=self._status(now)))
         elif isinstance(message, messages.ClearRequest):
-            dropped = sum(
-                p.clear() for c in self._state.catalogs.values() for p in c.pools.values()
-            )
-            log.info("cleared %d pages", dropped)
-            channel.send(messages.Done(detail={"pages": dropped}))
+            self._chores.append(self._clear(channel))
         else:
             self._state.paused = message.paused
             log.info("paused" if message.paused else "resumed")
             channel.send(messages.Done(detail={"paused": int(message.paused)}))
+
+    def _clear(self, channel: Channel[messages.FromLifeline]) -> Iterator[None]:
+        """Drop every page that nobody is loading, some at a time, and say how many there were."""
+        dropped = 0
+        pools = [pool for c in self._state.catalogs.values() for pool in c.pools.values()]
+        for pool in pools:
+            left = pool.pages  # more may come meanwhile
+            while left > 0 and (gone := pool.evict(min(left, STEP_PAGES))):
+                dropped += gone
+                left -= gone
+                yield
+        log.info("cleared %d pages", dropped)
+        with contextlib.suppress(ChannelClosed):
+            channel.send(messages.Done(detail={"pages": dropped}))
 
     def _status(self, now: float) -> dict[str, Any]:
         return status.snapshot(
