@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -730,6 +731,35 @@ def test_what_is_on_the_wire_at_shutdown_still_lands(bench: Bench) -> None:
     bench.channel.send(Shutdown())
     bench.worker.run()
     assert rank.segment.get_verdict(0, 2) == layout.LANDED
+
+
+def test_what_two_jobs_share_of_the_time_counts_once(bench: Bench) -> None:
+    rank = bench.rank
+    for number in (1, 2):
+        bench.channel.send(rank.restore(number, [number], [number], entry=number))
+    bench.worker.turn()  # both are submitted
+    bench.now = 1.0
+    bench.settle()
+    done = [m for m in bench.heard() if isinstance(m, JobDone)]
+    assert [m.ok for m in done] == [True, True]
+    assert sum(m.seconds for m in done) == 1.0
+
+
+def test_a_job_of_several_parts_of_a_pool_copies_each_page_to_its_slot(bench: Bench) -> None:
+    rank = bench.rank
+    jobs = [rank.backup(1, [5, 9, 2], [4, 0, 3]), rank.backup(1, [7, 6], [1, 2])]
+    job = msgspec.structs.replace(
+        jobs[1],
+        tickets=[ticket for j in jobs for ticket in j.tickets],
+        parts=[part for j in jobs for part in j.parts],
+    )
+    bench.channel.send(job)
+    bench.settle()
+    (done,) = bench.heard()
+    assert isinstance(done, JobDone)
+    assert (done.ok, done.pages) == (True, 5)
+    for page, slot in [(5, 4), (9, 0), (2, 3), (7, 1), (6, 2)]:
+        assert rank.page(page) == rank.slot(bench.chunk, slot)
 
 
 @pytest.mark.parametrize("kind", ["backup", "restore"])

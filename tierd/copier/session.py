@@ -60,6 +60,8 @@ class Job:
     checks: list[Future[Bad]] = field(default_factory=list, repr=False)
     """Checksums that are being computed; the job ends when they are done."""
     started_s: float = 0.0
+    seconds: float = 0.0
+    """From its start to its last copy, less what an earlier job of its direction took of that."""
     pages: int = 0
     nbytes: int = 0
     _pieces: Iterator[Piece] = field(default=iter(()), repr=False)
@@ -101,7 +103,7 @@ class Job:
         """
         self.started_s = now_s
         session = self.session
-        work: list[tuple[PoolPlan, Records]] = []
+        parts: dict[int, list[tuple[I64, U64, U64]]] = {}
         used: set[int] = set()
         for number, part in enumerate(self.message.parts):
             if part.pool >= len(session.plans):
@@ -110,12 +112,17 @@ class Job:
             ids, addresses = _chunk_addresses(part, plan.host, chunks)
             pages = session.ring_pages(self.direction, part)
             slots = np.frombuffer(part.slots, "<u4").astype(np.uint64)
-            runs = plan.runs(pages, addresses, slots)
             self.places.append(Places(number, plan.host, addresses, slots))
-            work.append((plan, runs))
+            parts.setdefault(part.pool, []).append((pages, addresses, slots))
             used |= ids
             self.pages += len(pages)
             self.nbytes += len(pages) * plan.host.slot_bytes
+        # The parts of one pool together: a step's many requests are few and large pieces.
+        work: list[tuple[PoolPlan, Records]] = []
+        for pool, columns in parts.items():
+            pages, addresses, slots = map(np.concatenate, zip(*columns, strict=True))
+            plan = session.plans[pool]
+            work.append((plan, plan.runs(pages, addresses, slots)))
         self.chunks = frozenset(used)
         if self.direction is Direction.BACKUP:
             self._pieces = _backup_pieces(work)

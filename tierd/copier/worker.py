@@ -54,6 +54,8 @@ class _Lane:
 
     direction: Direction
     cap: Cap | None = None
+    retired_s: float = 0.0
+    """When a job's last copy retired last."""
     wire: deque[tuple[Marker, Job]] = field(default_factory=deque)
     turns: deque[int] = field(default_factory=deque)
 
@@ -344,6 +346,9 @@ class Worker:
 
     def _end(self, job: Job) -> None:
         """Nothing of the job is on the wire. It ends now, or when its checksums are there."""
+        lane, now = self._lanes[job.direction], self._clock()
+        job.seconds = now - max(job.started_s, lane.retired_s)
+        lane.retired_s = now
         if job.direction is Direction.BACKUP and not job.error:
             job.checks = self._verifier.seal(job.places)
         self._checking.append(job)
@@ -383,7 +388,7 @@ class Worker:
                 corrupt=np.array(corrupt, "<u4").tobytes(),
                 pages=job.pages if ok else 0,
                 copied_bytes=job.nbytes if ok else 0,
-                seconds=self._clock() - job.started_s if ok else 0.0,
+                seconds=job.seconds if ok else 0.0,
             )
         )
         session.unfinished -= 1

@@ -433,7 +433,8 @@ class JobDone(Message, frozen=True, tag="job_done"):
     """The copies of a job have retired: nothing of it is on the wire. `ok` false: `error` says why
     (a fence that moved, a page out of range, indices that never came, pages that have changed in
     host memory: `corrupt` is a uint32 blob of them, the number of the part and the position in it
-    of each)."""
+    of each). `seconds`: how long the copier was at it; what two jobs of a direction share counts
+    once."""
 
     job: U63
     ok: bool

@@ -296,6 +296,7 @@ def run(
             for size, cases_of_size in _grouped(mine, lambda case: case.page_tokens):
                 text = f"{name}, pages of {size}, {placement}"
                 with BenchRank(socket, memory, size, name) as rank:
+                    rank.await_pinned()
                     if mine[0].model is QWEN3_8B and size == 64:
                         for restored in scale.restores:
                             progress(next(done) / total, f"{text}, layers of {restored:,} tokens")

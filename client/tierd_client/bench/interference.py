@@ -31,6 +31,7 @@ STREAM_BYTES = 96 << 20
 """What one prompt of the traffic holds: small enough for 1.5 GB/s to be a flow."""
 RESTORABLE = 8
 """Prompts that the tier holds for the restores, over and over."""
+WARM_UP_S = 0.25
 FLAT_OUT_BACKUPS = 8
 FLAT_OUT_RESTORES = 2
 """Prompts under way at once where there is no rate to keep."""
@@ -54,7 +55,8 @@ class Traffic:
 @dataclass(frozen=True)
 class Row:
     """One kind of traffic: how much longer the loop's mean step got, the median of its windows,
-    and what the copiers moved meanwhile. `cores` of the daemon: control, and the copier."""
+    and what the copiers moved meanwhile. `quiet_ms`: the mean steps of the windows without traffic,
+    of which `step_ms` is the median. `cores` of the daemon: control, and the copier."""
 
     placement: str
     path: str
@@ -66,6 +68,7 @@ class Row:
     backup_gbps: float
     restore_gbps: float
     step_ms: float
+    quiet_ms: list[float]
     slowdown: float
     slowdowns: list[float]
     control_cores: float
@@ -143,8 +146,12 @@ class Flow:
 
 
 def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> float:
-    """Run the loop for about so long; returns its mean step in seconds, on the GPU's clock."""
-    loop.step()
+    """Run the loop for about so long, and a while before: a GPU that was idle needs it to get to
+    its clock. Returns its mean step in seconds, on the GPU's clock."""
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_UP_S:
+        between()
+        loop.step()
     first = loop.mark()
     begun = time.perf_counter()
     ran = 0
@@ -200,6 +207,7 @@ def measure(
         backup_gbps=moved[0] / lasted / 1e9,
         restore_gbps=moved[1] / lasted / 1e9,
         step_ms=median(quiet) * 1e3,
+        quiet_ms=[step * 1e3 for step in quiet],
         slowdown=median(slowdowns),
         slowdowns=slowdowns,
         control_cores=cores[0] / lasted,
@@ -227,6 +235,7 @@ def run(
         mine = [traffic for traffic in todo if traffic.placement == placement]
         for size in dict.fromkeys(traffic.page_tokens for traffic in mine):
             with BenchRank(socket, memory, size, QWEN3_8B.name, loop.stream) as rank:
+                rank.await_pinned()
                 for traffic in (t for t in mine if t.page_tokens == size):
                     progress(next(done) / len(todo), describe(traffic))
                     rows.append(measure(loop, rank, traffic, seconds, windows))

@@ -26,7 +26,8 @@ from tierd_client.restore import Restore
 PATIENCE_S = 60.0
 WATCHDOG_S = 10.0
 SETTLED_S = 0.15
-"""Pinning that has not moved for so long has come to its end."""
+"""Memory that no pool has claimed for so long is no longer being pinned for one."""
+STALLED_S = 3.0
 
 
 class BenchFailedError(TierdError):
@@ -231,9 +232,28 @@ class BenchRank:
         """Drop all pages; what is pinned for them stays."""
         ask(self._socket, ClearRequest(protocol=PROTOCOL_VERSION), Done)
 
+    def await_pinned(self) -> None:
+        """Wait until the tier has pinned what it pins ahead of use, or gets no further.
+
+        Raises: BenchFailedError: it does not come to an end.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        since, before = time.monotonic(), -1
+        while True:
+            memory, now = self.status()["memory"], time.monotonic()
+            if memory["pinned_bytes"] >= memory["pin_ahead_bytes"]:
+                return
+            if memory["pinned_bytes"] != before:
+                since, before = now, memory["pinned_bytes"]
+            elif now - since > STALLED_S:
+                return
+            if now > deadline:
+                raise BenchFailedError("the tier does not get its memory pinned")
+            time.sleep(SETTLED_S)
+
     def settle(self, prompts: int, pages: int) -> None:
         """Have the tier's pool hold prompts like these, twice over (it leases no more than half of
-        a pool), and wait until it pins nothing any more.
+        a pool), and wait until nothing is pinned for it any more.
 
         Raises: BenchFailedError: it does not come to an end.
         """
