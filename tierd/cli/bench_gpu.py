@@ -51,7 +51,7 @@ Needs about 85 GiB of free GPU memory. Run it without MPS to see what time slice
 
 Examples:
 
-- `tierd bench interference`: 1.5 GB/s, 10 GB/s and flat out, in about four minutes
+- `tierd bench interference`: 1.5 GB/s, 10 GB/s and flat out, in about three minutes
 - `tierd bench interference --quick --json | jq '.rows[] | [.backup_gbps, .slowdown]'`
 """
 

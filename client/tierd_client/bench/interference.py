@@ -31,7 +31,7 @@ STREAM_BYTES = 96 << 20
 """What one prompt of the traffic holds: small enough for 1.5 GB/s to be a flow."""
 RESTORABLE = 8
 """Prompts that the tier holds for the restores, over and over."""
-WARM_UP_S = 0.25
+WARM_UP_S = 0.2
 FLAT_OUT_BACKUPS = 8
 FLAT_OUT_RESTORES = 2
 """Prompts under way at once where there is no rate to keep."""
@@ -75,14 +75,32 @@ class Row:
     copier_cores: float
 
 
-def traffics(quick: bool) -> list[Traffic]:
-    kinds: list[tuple[Placement, int, int]] = [("arena", 64, 1), ("stock", 64, 1)]
-    kinds += [("arena", 1, 64), ("stock", 1, 64), ("arena", 1, 1), ("stock", 1, 1)]
+@dataclass(frozen=True)
+class Pages:
+    """Which pages flow."""
+
+    placement: Placement
+    page_tokens: int
+    run: int
+
+
+def traffics(quick: bool) -> dict[Pages, list[Traffic]]:
+    """By kind of page, what is to flow of it."""
+    whole = Pages("arena", 64, 1)
+    kinds = [whole, Pages("arena", 1, 64), Pages("arena", 1, 1)]
+    kinds += [Pages("stock", 64, 1), Pages("stock", 1, 1)]
     rates: list[float | None] = [1.5, 10.0, None]
     if quick:
-        kinds, rates = [kinds[0], kinds[2]], [1.5, 10.0]
-    ways = [(True, False), (False, True), (True, True)]
-    return [Traffic(*kind, *way, rate) for kind in kinds for way in ways for rate in rates]
+        kinds, rates = kinds[:2], rates[:2]
+    found = {}
+    for kind in kinds:
+        ways = [(True, False), (False, True)] + [(True, True)] * (kind == whole)
+        found[kind] = [
+            Traffic(kind.placement, kind.page_tokens, kind.run, *way, rate)
+            for way in ways
+            for rate in rates
+        ]
+    return found
 
 
 class Flow:
@@ -167,9 +185,7 @@ def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> floa
 def measure(
     loop: DecodeLoop, rank: BenchRank, traffic: Traffic, seconds: float, windows: int
 ) -> Row:
-    pages = max(1, STREAM_BYTES // sum(rank.page_bytes.values()) // traffic.run) * traffic.run
-    rank.clear()
-    rank.settle(2 * RESTORABLE, pages)
+    pages = prompt_pages(rank, traffic.run)
     rank.clear()
     stored = rank.chains(RESTORABLE, pages, traffic.run)
     rank.offer(stored)
@@ -228,20 +244,26 @@ def run(
     loop = DecodeLoop(device)
     steps(loop, 1.0, lambda: None)
     todo = traffics(quick)
+    total = sum(map(len, todo.values()))
     done = count()
     rows: list[Row] = []
-    for placement in dict.fromkeys(traffic.placement for traffic in todo):
+    for placement in dict.fromkeys(kind.placement for kind in todo):
         memory = DeviceMemory(QWEN3_8B, placement, TOKENS, 0, device)
-        mine = [traffic for traffic in todo if traffic.placement == placement]
-        for size in dict.fromkeys(traffic.page_tokens for traffic in mine):
-            with BenchRank(socket, memory, size, QWEN3_8B.name, loop.stream) as rank:
+        for kind in (kind for kind in todo if kind.placement == placement):
+            with BenchRank(socket, memory, kind.page_tokens, QWEN3_8B.name, loop.stream) as rank:
                 rank.await_pinned()
-                for traffic in (t for t in mine if t.page_tokens == size):
-                    progress(next(done) / len(todo), describe(traffic))
+                rank.settle(2 * RESTORABLE, prompt_pages(rank, kind.run))
+                for traffic in todo[kind]:
+                    progress(next(done) / total, describe(traffic))
                     rows.append(measure(loop, rank, traffic, seconds, windows))
         del memory
         torch.cuda.empty_cache()
     return {"machine": machine(device), "rows": [asdict(row) for row in rows]}
+
+
+def prompt_pages(rank: BenchRank, run: int) -> int:
+    """Pages of one prompt of the traffic, in whole runs."""
+    return max(1, STREAM_BYTES // sum(rank.page_bytes.values()) // run) * run
 
 
 def describe(traffic: Traffic) -> str:
