@@ -38,15 +38,19 @@ FLAT_OUT_RESTORES = 2
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What flows beside the loop.
-
-    `run`: pages that lie side by side. `gbps`: a direction; None: all that goes.
-    """
+class Pages:
+    """Which pages flow. `run`: pages that lie side by side on the device."""
 
     placement: Placement
     page_tokens: int
     run: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What flows beside the loop. `gbps`: a direction; None: all that goes."""
+
+    pages: Pages
     backups: bool
     restores: bool
     gbps: float | None
@@ -75,15 +79,6 @@ class Row:
     copier_cores: float
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Which pages flow."""
-
-    placement: Placement
-    page_tokens: int
-    run: int
-
-
 def traffics(quick: bool) -> dict[Pages, list[Traffic]]:
     """By kind of page, what is to flow of it."""
     whole = Pages("arena", 64, 1)
@@ -95,11 +90,7 @@ def traffics(quick: bool) -> dict[Pages, list[Traffic]]:
     found = {}
     for kind in kinds:
         ways = [(True, False), (False, True)] + [(True, True)] * (kind == whole)
-        found[kind] = [
-            Traffic(kind.placement, kind.page_tokens, kind.run, *way, rate)
-            for way in ways
-            for rate in rates
-        ]
+        found[kind] = [Traffic(kind, *way, rate) for way in ways for rate in rates]
     return found
 
 
@@ -111,7 +102,7 @@ class Flow:
         self._traffic = traffic
         self._stored = stored
         pages = len(stored[0].keys) // 32
-        self._fresh = [rank.chains(1, pages, traffic.run)[0] for _ in range(4)]
+        self._fresh = [rank.chains(1, pages, traffic.pages.run)[0] for _ in range(4)]
         self._prompt_bytes = pages * sum(rank.page_bytes.values())
         self._offered = self._acked = self._started = 0
         self._restores: deque[Restore] = deque()
@@ -185,9 +176,9 @@ def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> floa
 def measure(
     loop: DecodeLoop, rank: BenchRank, traffic: Traffic, seconds: float, windows: int
 ) -> Row:
-    pages = prompt_pages(rank, traffic.run)
+    pages = prompt_pages(rank, traffic.pages.run)
     rank.clear()
-    stored = rank.chains(RESTORABLE, pages, traffic.run)
+    stored = rank.chains(RESTORABLE, pages, traffic.pages.run)
     rank.offer(stored)
     rank.await_acks(len(stored))
     daemon = psutil.Process(rank.status()["pid"])
@@ -213,10 +204,10 @@ def measure(
         for busy, before, after in zip(loaded, quiet, quiet[1:], strict=False)
     ]
     return Row(
-        placement=traffic.placement,
+        placement=traffic.pages.placement,
         path=", ".join(dict.fromkeys(p.split(":")[0] for p in rank.paths().values())),
-        page_tokens=traffic.page_tokens,
-        run=traffic.run,
+        page_tokens=traffic.pages.page_tokens,
+        run=traffic.pages.run,
         backups=traffic.backups,
         restores=traffic.restores,
         wanted_gbps=traffic.gbps,
@@ -269,7 +260,7 @@ def prompt_pages(rank: BenchRank, run: int) -> int:
 def describe(traffic: Traffic) -> str:
     ways = [name for name in ("backups", "restores") if getattr(traffic, name)]
     rate = "flat out" if traffic.gbps is None else f"{traffic.gbps:g} GB/s"
-    return f"{traffic.placement}, pages of {traffic.page_tokens}, {' and '.join(ways)}, {rate}"
+    return f"{traffic.pages.placement}, pages of {traffic.pages.page_tokens}, {' and '.join(ways)}, {rate}"
 
 
 def main() -> None:
