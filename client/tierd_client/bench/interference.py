@@ -260,7 +260,8 @@ def prompt_pages(rank: BenchRank, run: int) -> int:
 def describe(traffic: Traffic) -> str:
     ways = [name for name in ("backups", "restores") if getattr(traffic, name)]
     rate = "flat out" if traffic.gbps is None else f"{traffic.gbps:g} GB/s"
-    return f"{traffic.pages.placement}, pages of {traffic.pages.page_tokens}, {' and '.join(ways)}, {rate}"
+    pages = f"{traffic.pages.placement}, pages of {traffic.pages.page_tokens}"
+    return f"{pages}, {' and '.join(ways)}, {rate}"
 
 
 def main() -> None:
