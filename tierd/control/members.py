@@ -267,6 +267,13 @@ class Members:
             if session.copier is copier:
                 session.lacks.discard(chunk)
 
+    def chunk_lost(self, copier: Copier, chunk: int) -> None:
+        """A copier cannot pin a chunk again. Until its pages have been dropped, the engines that
+        use it are not served; their leases must not keep those pages."""
+        for session in self._state.sessions.values():
+            if session.copier is copier and chunk in session.lacks:
+                session.group.leases.end_all()
+
     def detached(self, session: int) -> None:
         """A copier has let go of a dead rank's memory."""
         self._detaching.pop(session, None)

@@ -439,6 +439,8 @@ class Control:
         elif isinstance(message, messages.ChunkReady):
             if self._state.room.ready(copier, message.chunk, message.error):
                 self._members.chunk_settled(copier, message.chunk)
+            else:
+                self._members.chunk_lost(copier, message.chunk)
         elif isinstance(message, messages.ChunkDropped):
             self._members.chunk_settled(copier, message.chunk)
             self._state.room.stock.dropped(copier, message.chunk)
