@@ -174,7 +174,7 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
     return [(decoder, plain(message)) for decoder, group in groups for message in group]
 
 
-FLIPS = 4
+FLIPS = 16
 """Bytes that are flipped, one at a time, in each changed message."""
 
 
