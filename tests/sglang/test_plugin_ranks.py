@@ -63,7 +63,7 @@ def test_ranks_that_have_it_reduce_when_something_is_pending_and_then_seldom(
         both(ranks, "drain")
         assert both(ranks, "iterate", iterations=100) == 0
 
-        state = both(ranks, "act", seed=1, operations=100)
+        state = both(ranks, "act", seed=1, operations=40)
         assert (state["locked"], state["unaccounted"]) == (0, 0)
 
         # Each rank finds out by itself, and not at the same time, that the daemon is gone.
