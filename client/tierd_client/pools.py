@@ -45,12 +45,15 @@ class DevicePool:
         buffers: In an order that is the same in every engine that shares pages.
         window: How many pages before a boundary it takes to resume there: 0 is all of them (KV),
             more for a sliding window, 1 for a state.
+        replicated: Every rank of the group holds the same bytes (MLA's latent KV): one copy of a
+            page serves them all, and each rank backs up a part of the pages.
     """
 
     name: str
     page_tokens: int
     buffers: Sequence[DeviceBuffer]
     window: int = 0
+    replicated: bool = False
 
 
 class PoolPages(NamedTuple):
@@ -143,5 +146,6 @@ def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:
         num_pages=num_pages[0],
         page_tokens=pool.page_tokens,
         window=pool.window,
+        replicated=pool.replicated,
         buffers=specs,
     )

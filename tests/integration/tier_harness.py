@@ -182,6 +182,8 @@ class Shape:
     layers: int = 2
     row_bytes: int = 256
     """Of one token in one buffer."""
+    replicated: bool = False
+    """All ranks compute the same."""
 
 
 def keys(name: str, pages: int, first: int = 0) -> list[bytes]:
@@ -204,7 +206,7 @@ class Pages:
     """One rank's pages of one pool."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
-        self.shape, self.rank = shape, rank
+        self.shape, self.rank = shape, 0 if shape.replicated else rank
         tokens = shape.pages * shape.page_tokens
         self._layers = [
             torch.zeros(2, tokens, shape.row_bytes, dtype=torch.uint8) for _ in range(shape.layers)
@@ -215,7 +217,9 @@ class Pages:
         buffers = [
             DeviceBuffer(layer[half], n) for half in (0, 1) for n, layer in enumerate(self._layers)
         ]
-        return DevicePool(self.shape.name, self.shape.page_tokens, buffers)
+        return DevicePool(
+            self.shape.name, self.shape.page_tokens, buffers, replicated=self.shape.replicated
+        )
 
     def named(self, names: Sequence[bytes], pages: Sequence[int]) -> PoolPages:
         tokens = self.shape.page_tokens

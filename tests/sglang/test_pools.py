@@ -115,6 +115,7 @@ def test_scales_of_nvfp4_stand_by_token_or_by_page(native: bool) -> None:
     ]
     assert len(scales) == sum(len(side) for side in kept) > 0
     assert set(page_bytes(pool)) == {PAGE * 2 * 64 // 2, PAGE * 2 * 64 // 16}
+    assert not pool.replicated, "a rank has its own heads"
     by_page = kvcache.native_k_scale_buffer is not None
     assert any(buffer.rows_are_pages for buffer in scales) == by_page == native
 
@@ -124,6 +125,7 @@ def test_a_latent_pool_has_one_row_a_token() -> None:
     (pool,) = found.pools
     assert layers(pool) == [0, 1]
     assert page_bytes(pool) == [PAGE * 48 * 2] * 2
+    assert pool.replicated, "its projection is on every rank"
     assert walk(latent(kv_lora_rank=16, qk_rope_head_dim=32)).formats != found.formats
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -513,6 +513,29 @@ def test_slots_given_to_a_copy_are_where_its_keys_are_found() -> None:
     (copy,) = engine.decide(offer(1, 2, 3))
     found = [engine.pool.find(key((1, 2, 3)[: i + 1])) for i in range(3)]
     assert np.array_equal(copy.slots, found)
+
+
+# --- one copy for all ranks ---------------------------------------------------------------
+
+
+@given(
+    pages_of_it=st.integers(1, 40),
+    first_slot=st.integers(0, 50),
+    ranks=st.integers(2, 8),
+)
+@settings(deadline=None)
+def test_ranks_divide_what_one_copy_serves_evenly_and_whole(
+    pages_of_it: int, first_slot: int, ranks: int
+) -> None:
+    slots = np.arange(first_slot, first_slot + pages_of_it)
+    pool = make_pool(8)
+    pool.shards = 1
+    piece = Piece(Backups(ranks, Writers(), lambda *_: None), 0, pool, slots + 7, slots, ranks)
+    stripes = [piece.of(rank, ranks) for rank in range(ranks)]
+    assert np.concatenate([slots for _, slots in stripes]).tolist() == slots.tolist()
+    assert all((pages - slots == 7).all() for pages, slots in stripes)
+    sizes = [len(slots) for _, slots in stripes]
+    assert max(sizes) - min(sizes) <= 1
 
 
 # --- long backups -----------------------------------------------------------------------------

@@ -88,12 +88,14 @@ class Machine:
             assert os.fstat(fd).st_size == message.size
         self.told.append(Told(copier.device, message))
 
-    def pool(self, host: HostLayout = LARGE, *, private: bool = False) -> tuple[Catalog, PagePool]:
-        """A namespace with one pool, a shard a copier."""
+    def pool(
+        self, host: HostLayout = LARGE, *, private: bool = False, shards: int | None = None
+    ) -> tuple[Catalog, PagePool]:
+        """A namespace with one pool, a shard a copier or one for all of them."""
         number = len(self.catalogs)
         catalog = Catalog(bytes([number]) * 32, len(self.copiers), private)
         self.catalogs.append(catalog)
-        self.room.open_pool(catalog, "kv", 16, host)
+        self.room.open_pool(catalog, "kv", 16, host, shards=shards)
         return catalog, catalog.pools["kv"]
 
     @property
@@ -101,7 +103,7 @@ class Machine:
         return list(enumerate(self.copiers))
 
     def make_room(self, catalog: Catalog, missing: int = 1) -> bool | None:
-        return self.room.make_room(catalog, catalog.pools["kv"], missing, self.sharers)
+        return self.room.make_room(catalog.pools["kv"], missing, self.sharers)
 
     def answer(self, device: str | None = None, error: str = "") -> None:
         """Let copiers do what they were told, and what they are told meanwhile; an error stands
@@ -189,6 +191,29 @@ def test_slots_are_there_once_every_copier_has_pinned_its_shard(machines: list[M
     machine.answer("host:1")
     assert pool.free_slots == LARGE.chunk_slots
     assert not machine.room.busy
+
+
+def test_what_all_ranks_share_is_claimed_once_and_pinned_by_every_copier(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=2, devices=2)
+    catalog, pool = machine.pool(shards=1)
+    assert machine.make_room(catalog) is None
+    assert machine.room.store.claimed_bytes == CHUNK_BYTES
+    assert sorted(machine.told_to(AddChunk)) == ["host:0", "host:1"]
+    machine.answer("host:1")
+    assert pool.free_slots == 0, "one rank could not reach them"
+    machine.answer("host:0")
+    assert pool.free_slots == LARGE.chunk_slots
+    here, there = (machine.room.locate(pool, np.arange(3), rank)[0] for rank in (0, 1))
+    assert here.tolist() == there.tolist()
+    machine.kill(machine.copiers[1])
+    assert len(machine.restart(machine.copiers[1])) == 1, "it pins the same one again"
+    machine.answer()
+    assert machine.make_room(catalog, pool.free_slots + 1) is None
+    machine.answer()
+    homes = {chunk.home for row in machine.room._rows.values() for (chunk,) in row.rows.values()}
+    assert homes == {"host:0", "host:1"}, "each device has an equal part of the stock"
 
 
 def test_a_pool_asks_once_for_what_is_being_pinned(machines: list[Machine]) -> None:
@@ -281,7 +306,7 @@ def test_a_device_that_needs_more_than_its_part_gets_what_others_do_not_use() ->
     only_one = [(0, machine.copiers[0])]
     pool = catalog.pools["kv"]
     want = 7 * LARGE.chunk_slots
-    while (made := machine.room.make_room(catalog, pool, want, only_one)) is None:
+    while (made := machine.room.make_room(pool, want, only_one)) is None:
         assert set(machine.told_to(DropChunk)) <= {"host:1"}
         machine.answer()
         want = 7 * LARGE.chunk_slots - pool.free_slots
@@ -414,7 +439,7 @@ def test_a_copier_that_dies_while_it_unmaps_gives_its_memory_back(machines: list
     machine = make(machines, chunks=4, devices=2)
     catalog, _ = machine.pool(private=True)
     both = [(0, machine.copiers[0]), (0, machine.copiers[1]), (1, machine.copiers[1])]
-    assert machine.room.make_room(catalog, catalog.pools["kv"], 1, both) is None
+    assert machine.room.make_room(catalog.pools["kv"], 1, both) is None
     machine.answer()
     machine.room.dissolve(catalog)
     assert machine.told_to(DropChunk) == ["host:1"], "each chunk stays where it lies"
@@ -503,10 +528,10 @@ def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
     swa = catalog.pools["swa"]
     assert machine.make_room(catalog) is None
     machine.answer()
-    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
+    assert machine.room.make_room(swa, 1, machine.sharers) is None
     machine.answer()
     assert (kv.capacity, swa.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
-    assert machine.room.make_room(catalog, swa, swa.capacity + 1, machine.sharers) is False
+    assert machine.room.make_room(swa, swa.capacity + 1, machine.sharers) is False
     assert machine.told == []
     machine.close()
 
@@ -517,9 +542,9 @@ def test_a_pool_waits_while_another_one_pins_instead_of_giving_up() -> None:
     machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
     swa = catalog.pools["swa"]
     assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is None  # takes all there is
-    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is None
+    assert machine.room.make_room(swa, 1, machine.sharers) is None
     machine.answer()
-    assert machine.room.make_room(catalog, swa, 1, machine.sharers) is True, "it is given one"
+    assert machine.room.make_room(swa, 1, machine.sharers) is True, "it is given one"
     assert swa.free_slots == LARGE.chunk_slots
     machine.close()
 

@@ -17,7 +17,7 @@ from tierd.control.backups import (
     RepeatedKeyError,
     runs,
 )
-from tierd.control.groups import Batch, Group, Heal, Inbound, Placing, Session
+from tierd.control.groups import Batch, Group, Heal, Inbound, Placing, Session, Stripe
 from tierd.control.keys import Keys
 from tierd.control.ring import check_ring
 from tierd.control.state import State
@@ -238,7 +238,7 @@ class BackupDesk:
         """Make room for the next pages, or give their backup up. False: it takes a while."""
         catalog, pool = placing.catalog, lack.pool
         sharers = self._state.sharers(catalog)
-        made = self._state.room.make_room(catalog, pool, lack.missing, sharers)
+        made = self._state.room.make_room(pool, lack.missing, sharers)
         if placing.lacks_since is None:
             placing.lacks_since = now
         if made is None and now - placing.lacks_since < self._state.deadlines.room_s:
@@ -259,10 +259,14 @@ class BackupDesk:
             batch.consumed = session.ring.consumed
             if piece is not None:
                 part = mine.parts[piece.part]
-                index = session.pool_index(part.pool)
-                batch.parts.setdefault(index, []).append((part.ring, piece))
+                pages, slots = piece.of(rank, group.world_size)
+                if len(pages):
+                    ring = np.uint64(part.ring) + pages.astype(np.uint64)
+                    stripe = Stripe(piece.pool, ring, slots)
+                    batch.parts.setdefault(session.pool_index(part.pool), []).append(stripe)
+                # Also where it has nothing to copy: no rank's pages are kept without its consent.
                 batch.pieces.append(piece)
-                batch.pages += len(piece.pages)
+                batch.pages += len(pages)
 
     # --- holes --------------------------------------------------------------------------------
 
@@ -314,10 +318,10 @@ class BackupDesk:
 
     def _send_backup(self, session: Session, batch: Batch) -> None:
         parts = []
-        for index, pieces in batch.parts.items():
-            ring = [np.uint64(start) + p.pages.astype(np.uint64) for start, p in pieces]
-            slots = np.concatenate([piece.slots for _, piece in pieces])
-            pool = pieces[0][1].pool
+        for index, stripes in batch.parts.items():
+            ring = [stripe.ring for stripe in stripes]
+            slots = np.concatenate([stripe.slots for stripe in stripes])
+            pool = stripes[0].pool
             chunks, within = self._state.room.locate(pool, slots, session.info.rank)
             parts.append(
                 messages.CopyPart(

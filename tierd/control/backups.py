@@ -163,6 +163,16 @@ class Piece:
     failed: bool = False
     waiters: list[Backup] = field(default_factory=list)
 
+    def of(self, rank: int, ranks: int) -> tuple[Slots, Slots]:
+        """What one of the ranks copies, which pages to which slots: all of them to its own shard,
+        or its stripe of them where one shard serves all."""
+        if self.pool.shards == ranks:
+            return self.pages, self.slots
+        # Where they cannot be divided evenly, it is not always the same rank that has more.
+        turn = int(self.slots[0]) % ranks
+        first, end = ((len(self.pages) * n + turn) // ranks for n in (rank, rank + 1))
+        return self.pages[first:end], self.slots[first:end]
+
 
 class Placement:
     """A backup on its way to its slots: STEP_PAGES at a time, in chain order, pools without a

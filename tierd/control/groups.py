@@ -7,13 +7,18 @@ import os
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from tierd.channel import Channel, close_all
 from tierd.control.backups import Backup, Backups, Offer, Piece, Placement, Sequencer
-from tierd.control.catalog import Catalog
+from tierd.control.catalog import Catalog, PagePool
 from tierd.control.copiers import Copier
 from tierd.control.leases import Leases
 from tierd.control.ring import RingLedger
+from tierd.eviction.policy import Slots
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import geometry_of, namespace_digest
 from tierd.wire.layout import Segment, read_segment_spec
@@ -129,15 +134,23 @@ class Placing:
     lacks_since: float | None = None
 
 
+class Stripe(NamedTuple):
+    """What one rank copies of a piece: ring positions of the page numbers, and slots."""
+
+    pool: PagePool
+    ring: npt.NDArray[np.uint64]
+    slots: Slots
+
+
 @dataclass
 class Batch:
     """What one rank's copier will be told in one job.
 
-    `parts`: by the rank's pool index, (ring position of the part, pages to copy).
+    `parts`: by the rank's pool index.
     """
 
     fence: int
-    parts: dict[int, list[tuple[int, Piece]]] = field(default_factory=dict)
+    parts: dict[int, list[Stripe]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     tickets: dict[int, None] = field(default_factory=dict)
     consumed: int = 0
@@ -239,9 +252,10 @@ class Group:
             )
 
 
-def _short(geometry: tuple[int, int, Sequence[tuple[int, int]]] | None) -> str:
+def _short(geometry: tuple[int, int, Sequence[tuple[int, int]], bool] | None) -> str:
     if geometry is None:
         return "no such pool"
-    tokens, window, rows = geometry
+    tokens, window, rows, replicated = geometry
     sizes = sorted({row for row, _ in rows})
-    return f"{tokens} tokens a page, window {window}, {len(rows)} rows of {sizes} bytes"
+    held = "one copy for all ranks" if replicated else "a shard a rank"
+    return f"{tokens} tokens a page, window {window}, {len(rows)} rows of {sizes} bytes, {held}"

@@ -16,7 +16,7 @@ from tierd.control.leases import Leases
 from tierd.control.state import State
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.geometry import check_pools
+from tierd.wire.geometry import check_pools, shards
 
 log = logging.getLogger("tierd.control")
 
@@ -106,7 +106,10 @@ class Members:
 
     def _check_memory(self, info: messages.Register) -> None:
         """A page is kept in all its pools or in none, so each needs a chunk at least."""
-        least = info.world_size * sum(self._state.layout(pool).chunk_bytes for pool in info.pools)
+        least = sum(
+            self._state.layout(pool).chunk_bytes * shards(pool, info.world_size)
+            for pool in info.pools
+        )
         budget = self._state.room.store.budget_bytes
         if least > budget:
             raise ProtocolError(

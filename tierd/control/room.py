@@ -66,18 +66,29 @@ class RoomKeeper:
         return bool(self._claims or self._broken) or self.stock.busy
 
     def open_pool(
-        self, catalog: Catalog, name: str, page_tokens: int, host: HostLayout, window: int = 0
+        self,
+        catalog: Catalog,
+        name: str,
+        page_tokens: int,
+        host: HostLayout,
+        window: int = 0,
+        *,
+        shards: int | None = None,
     ) -> None:
-        """Make a catalog's pool known; it gets chunks once it needs them."""
+        """Make a catalog's pool known; it gets chunks once it needs them.
+
+        Args: `shards`: None is one a rank; 1 is one for all of them.
+        """
         if name in catalog.pools:
             return
         rows = ChunkRows(host)
-        most = self.store.budget_bytes // (host.chunk_bytes * catalog.world_size)
+        shards = shards or catalog.world_size
+        most = self.store.budget_bytes // (host.chunk_bytes * shards)
         pool = PagePool(
             name,
             page_tokens,
             host,
-            catalog.world_size,
+            shards,
             rows,
             window,
             most=most * host.chunk_slots,
@@ -88,18 +99,18 @@ class RoomKeeper:
         self._catalogs[id(pool)] = catalog
 
     def locate(
-        self, pool: PagePool, slots: Slots, shard: int
+        self, pool: PagePool, slots: Slots, rank: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Chunk numbers and slots within them of a pool's slots, for one shard."""
-        return self._rows[id(pool)].locate(slots, shard)
+        """Chunk numbers and slots within them of a pool's slots, in a rank's shard."""
+        return self._rows[id(pool)].locate(slots, _shard(pool, rank))
 
-    def share(self, catalog: Catalog, shard: int, holder: Copier) -> set[int]:
-        """A copier will work on a shard of a catalog: have it pin what it lacks.
+    def share(self, catalog: Catalog, rank: int, holder: Copier) -> set[int]:
+        """A copier will work on a rank's shards of a catalog: have it pin what it lacks.
 
         Returns: the chunks in which it cannot reach the pages yet.
         """
         chunks = [
-            row[shard]
+            row[_shard(pool, rank)]
             for pool in catalog.pools.values()
             for row in self._rows[id(pool)].rows.values()
         ]
@@ -107,7 +118,6 @@ class RoomKeeper:
 
     def make_room(
         self,
-        catalog: Catalog,
         pool: PagePool,
         missing: int,
         sharers: Sequence[tuple[int, Copier]],
@@ -118,7 +128,7 @@ class RoomKeeper:
             there is no room to be had.
         """
         wanted = pool.free_slots + missing
-        self._grow(catalog, pool, missing, sharers)
+        self._grow(pool, missing, sharers)
         lack = wanted - pool.free_slots
         if lack <= 0:
             return True
@@ -135,7 +145,7 @@ class RoomKeeper:
         if not self._take(pool, NEVER_COLD):
             return False
         self._promise = (id(pool), self._now + PROMISE_S)
-        self._grow(catalog, pool, wanted - pool.free_slots, sharers)
+        self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
 
     def rebalance(self, now: float) -> None:
@@ -224,7 +234,6 @@ class RoomKeeper:
 
     def _grow(
         self,
-        catalog: Catalog,
         pool: PagePool,
         slots: int,
         sharers: Sequence[tuple[int, Copier]],
@@ -234,13 +243,13 @@ class RoomKeeper:
             return
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
-        while rows > 0 and self._may_have(catalog, pool) and self._claim(catalog, pool, sharers):
+        while rows > 0 and self._may_have(pool) and self._claim(pool, sharers):
             self._promise = None
             rows -= 1
 
-    def _may_have(self, catalog: Catalog, pool: PagePool) -> bool:
+    def _may_have(self, pool: PagePool) -> bool:
         """Is there a row of chunks for a pool, within the budget and within its cap?"""
-        if not self.store.fits(pool.host, catalog.world_size):
+        if not self.store.fits(pool.host, pool.shards):
             return False
         if pool.name not in self._shares:
             return True
@@ -251,31 +260,40 @@ class RoomKeeper:
             for row in self._rows[id(p)].rows.values()
             for chunk in row
         )
-        row = pool.host.chunk_bytes * catalog.world_size
+        row = pool.host.chunk_bytes * pool.shards
         return taken + row <= self._shares[pool.name] * self.store.budget_bytes
 
-    def _claim(
-        self, catalog: Catalog, pool: PagePool, sharers: Sequence[tuple[int, Copier]]
-    ) -> bool:
+    def _claim(self, pool: PagePool, sharers: Sequence[tuple[int, Copier]]) -> bool:
         """Claim a row: usable at once if the stock has it pinned. False: not now."""
         # Each chunk lies near a copier that lives, if one does. One that is being started again is
-        # told by `share` when it is back.
-        order = sorted(sharers, key=lambda sharer: sharer[1].state is CopierState.DEAD)
-        homes = [next((h for s, h in order if s == n), None) for n in range(catalog.world_size)]
+        # told by `share` when it is back. What all of them share lies near each in turn.
+        ordinal = self._rows[id(pool)].next_ordinal()
+        turn = ordinal % len(sharers) if sharers and pool.shards == 1 else 0
+        order = sorted(
+            (*sharers[turn:], *sharers[:turn]),
+            key=lambda sharer: sharer[1].state is CopierState.DEAD,
+        )
+        homes = [
+            next((holder for rank, holder in order if _shard(pool, rank) == n), None)
+            for n in range(pool.shards)
+        ]
         found = [home for home in homes if home is not None]
         if len(found) < len(homes):
             return False
         chunks = self.stock.acquire(found, pool.host.chunk_bytes)
         if chunks is None:
             return False
-        rows = self._rows[id(pool)]
-        row = (id(pool), rows.next_ordinal())
-        rows.rows[row[1]] = chunks
+        row = (id(pool), ordinal)
+        self._rows[id(pool)].rows[ordinal] = chunks
         self._places |= dict.fromkeys((chunk.number for chunk in chunks), row)
         waiting = {
-            (holder.device, chunks[shard].number)
-            for shard, holder in sharers
-            if holder.state is not CopierState.DEAD and not self.stock.add(holder, chunks[shard])
+            (holder.device, chunk.number)
+            for holder, chunk in (
+                (holder, chunks[_shard(pool, rank)])
+                for rank, holder in sharers
+                if holder.state is not CopierState.DEAD
+            )
+            if not self.stock.add(holder, chunk)
         }
         if waiting:
             self._claims[row] = waiting
@@ -340,3 +358,8 @@ class RoomKeeper:
         _, ordinal, other = coldest
         self._remove((id(other), ordinal))
         return True
+
+
+def _shard(pool: PagePool, rank: int) -> int:
+    """The shard of a pool that a rank uses: its own, or the one that all of them have."""
+    return rank if pool.shards > 1 else 0

@@ -22,7 +22,7 @@ from tierd.memory.presence import SharedPresence
 from tierd.memory.source import AnonymousMemory
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.geometry import HostLayout, namespace_digest, pool_layout
+from tierd.wire.geometry import HostLayout, namespace_digest, pool_layout, shards
 
 log = logging.getLogger("tierd.control")
 
@@ -130,7 +130,14 @@ class State:
             group.catalogs[epoch] = catalog
             for spec in group.pools:
                 layout = self.layout(spec)
-                self.room.open_pool(catalog, spec.name, spec.page_tokens, layout, spec.window)
+                self.room.open_pool(
+                    catalog,
+                    spec.name,
+                    spec.page_tokens,
+                    layout,
+                    spec.window,
+                    shards=shards(spec, group.world_size),
+                )
         return catalog
 
     def layout(self, pool: messages.PoolSpec) -> HostLayout:

@@ -98,6 +98,11 @@ def placed_layout(row_bytes: Sequence[int], placed: HostPool) -> HostLayout:
     )
 
 
+def shards(pool: PoolSpec, world_size: int) -> int:
+    """How many shards each page of a pool has."""
+    return 1 if pool.replicated else world_size
+
+
 def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) -> None:
     """Refuse geometry that could address a byte outside an allocation, or alias two pages.
 
@@ -172,14 +177,15 @@ def _check_interleaved(group: Sequence[_Extent]) -> None:
 
 def geometry_of(
     pools: Sequence[PoolSpec],
-) -> dict[str, tuple[int, int, tuple[tuple[int, int], ...]]]:
+) -> dict[str, tuple[int, int, tuple[tuple[int, int], ...], bool]]:
     """What two ranks or engines must have in common to share pages: per pool, the tokens of a
-    page, the window, and (row bytes, layer) of each buffer in order."""
+    page, the window, (row bytes, layer) of each buffer in order, and whether it is replicated."""
     return {
         pool.name: (
             pool.page_tokens,
             pool.window,
             tuple((b.row_bytes, b.layer) for b in pool.buffers),
+            pool.replicated,
         )
         for pool in pools
     }
@@ -205,12 +211,13 @@ _Pool = tuple[
     Annotated[int, Meta(ge=1, le=2**20)],
     Annotated[int, Meta(ge=0, le=2**20)],
     Annotated[list[_Row], Meta(min_length=1, max_length=limits.MAX_BUFFERS)],
+    bool,
 ]
 
 
 class NamespaceRecord(msgspec.Struct, array_like=True, frozen=True):
-    """What a `namespace_record` says. `pools`: by name, the tokens of a page, the window, and
-    (row bytes, layer) of each buffer."""
+    """What a `namespace_record` says. `pools`: by name, the tokens of a page, the window,
+    (row bytes, layer) of each buffer, and whether it is replicated."""
 
     namespace: Annotated[list[tuple[Name, Text]], Meta(max_length=64)]
     world_size: Annotated[int, Meta(ge=1, le=limits.MAX_WORLD_SIZE)]

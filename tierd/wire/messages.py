@@ -70,12 +70,14 @@ class PoolSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     `num_pages` bounds the page numbers that the rank may name. The order of `buffers` is the
     order of the rows in host memory and part of what makes two pages interchangeable. `window`:
     how many pages before a boundary must be here for a request to resume at it; 0 is all of them.
+    `replicated`: every rank of the group holds the same bytes, so that one copy serves them all.
     """
 
     name: Name
     num_pages: Annotated[int, Meta(ge=1, le=2**40)]
     page_tokens: Annotated[int, Meta(ge=1, le=2**20)]
     window: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    replicated: bool = False
     buffers: Annotated[list[BufferSpec], Meta(min_length=1, max_length=limits.MAX_BUFFERS)]
 
 

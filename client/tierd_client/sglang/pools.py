@@ -93,6 +93,7 @@ def engine_pools(params: Any, components: Collection[Any]) -> EnginePools:
                 for region in memory.regions
             ],
             windows[name],
+            memory.replicated,
         )
         for name, memory in parts.items()
     ]
@@ -185,7 +186,11 @@ def _with_draft(
     placed = [
         replace(region, layer=min(depth + region.layer, last_layer)) for region in draft.regions
     ]
-    return PoolMemory([*target.regions, *placed], f"{target.format}, draft {draft.format}")
+    return PoolMemory(
+        [*target.regions, *placed],
+        f"{target.format}, draft {draft.format}",
+        target.replicated and draft.replicated,
+    )
 
 
 def _check_window(kvcache: Any, params: Any) -> None:

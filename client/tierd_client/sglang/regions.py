@@ -63,15 +63,17 @@ class PoolMemory:
     Attributes:
         regions: In an order that is the same in every engine with such a pool.
         format: What the bytes mean, as far as their number does not tell.
+        replicated: Every rank of a tensor-parallel group computes the same bytes.
     """
 
     regions: Sequence[Region]
     format: str
+    replicated: bool = False
 
     def on(self, layers: Sequence[int] | Mapping[int, int]) -> PoolMemory:
         """The same with other numbers for the layers: `layers[old]`."""
         regions = [replace(region, layer=layers[region.layer]) for region in self.regions]
-        return PoolMemory(regions, self.format)
+        return replace(self, regions=regions)
 
 
 def attention_memory(pool: Any, page_tokens: int) -> PoolMemory:
@@ -247,7 +249,11 @@ def _mha(pool: Any, page_tokens: int) -> PoolMemory:
 
 
 def _mla(pool: Any, page_tokens: int) -> PoolMemory:
-    """Per layer one latent row a token, and its scales where it is quantized in blocks."""
+    """Per layer one latent row a token, and its scales where it is quantized in blocks.
+
+    The projection that makes it is not divided among ranks (SGLang 0.5.23, `kv_a_proj_with_mqa`
+    and `fused_qkv_a_proj_with_mqa` are replicated), nor is that of an indexer's keys.
+    """
     if pool.dcp_replicated:
         raise RefusedError(
             "tierd does not serve decode context parallelism yet; leave out --dcp-size"
@@ -257,7 +263,7 @@ def _mla(pool: Any, page_tokens: int) -> PoolMemory:
         sides.append(pool.kv_scale_buffer)
     regions = [Region(tensor, layer) for side in sides for layer, tensor in enumerate(side)]
     packed = " packed with its scales" if pool.dsa_kv_cache_store_fp8 else ""
-    return PoolMemory(regions, f"{_kind(pool)} rank {pool.kv_lora_rank}{packed}")
+    return PoolMemory(regions, f"{_kind(pool)} rank {pool.kv_lora_rank}{packed}", replicated=True)
 
 
 def _dsa(pool: Any, page_tokens: int) -> PoolMemory:
@@ -276,6 +282,7 @@ def _dsa(pool: Any, page_tokens: int) -> PoolMemory:
     return PoolMemory(
         [*latent.regions, *indexer],
         f"{latent.format}, indexer of {pool.index_head_dim} in pages of {pool.index_page_size}",
+        replicated=True,
     )
 
 
