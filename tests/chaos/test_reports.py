@@ -7,58 +7,13 @@ import ast
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
-import msgspec
-import numpy as np
-from fuzz_ranks import TICKET, FuzzRank, key
-from one_process import OneProcess
 from tier_harness import Engine, Shape, eventually, is_dead, running
 
 import tierd.copier
-from tierd.wire import messages
-from tierd.wire.messages import BackupItem, Part
 
 WIDE = Shape(page_tokens=1, pages=64, layers=1, row_bytes=1 << 20)
-
-
-def test_a_step_that_finishes_64_requests_is_one_job_and_not_64(tmp_path: Path) -> None:
-    """One submit a node cost a peer 5% of throughput."""
-    daemon = OneProcess(tmp_path, devices=1)
-    rank = FuzzRank(daemon, "engine", 0, 1)
-    assert isinstance(rank.register(), messages.Welcome)
-    items = [BackupItem(0, False, [Part(0, 1, 0)], b"", True)]
-    rank.say(_flush(items, first=0))  # with the first one comes the pool's first chunk
-    assert rank.await_reply(messages.Acks).results == b"\1"
-    items = [BackupItem(1 + n, False, [Part(0, 1, n)], b"", True) for n in range(64)]
-    rank.segment.backup_ring[:64] = np.arange(64) % 32
-    copier = daemon.copiers[0]
-    rank.say(_flush(items, first=1))
-    numbers: set[int] = set()
-    results = b""
-    while len(results) < 64:
-        daemon.control.turn(time.monotonic())
-        numbers |= copier.jobs.keys()
-        copier.worker.turn()
-        results += b"".join(r.results for r in rank.hear() if isinstance(r, messages.Acks))
-    assert results == b"\1" * 64
-    # More than one only where the deciding took longer than one slice of control's time.
-    assert len(numbers) <= 8
-    rank.close()
-    daemon.close()
-
-
-def _flush(items: list[BackupItem], first: int) -> bytes:
-    return msgspec.msgpack.encode(
-        messages.Flush(
-            epoch="",
-            ticket=TICKET,
-            fence=0,
-            items=items,
-            keys=b"".join(key(first + n, 0) for n in range(len(items))),
-        )
-    )
 
 
 def test_a_rank_that_cannot_be_let_go_of_hangs_nobody_else(tmp_path: Path) -> None:
