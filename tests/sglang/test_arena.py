@@ -14,6 +14,7 @@ import pytest
 import torch
 from sglang_harness import Daemon, prompt
 from sglang_pools import (
+    compressed,
     four_bits,
     heads_first,
     latent,
@@ -58,6 +59,7 @@ KINDS: dict[str, tuple[Callable[[], Any], int, list[int]]] = {
     "latent": (lambda: latent(layer_num=LAYERS), 4, [1]),
     "indexer": (lambda: latent_with_indexer(layer_num=LAYERS), 64, [2]),
     "windows": (windows, 4, [1, 1]),
+    "compressed": (lambda: compressed((4, 128) * LAYERS), 256, [3, 2 * LAYERS + 1]),
 }
 """By name: how it is made, its tokens a page, and boxes a page in each of its pools."""
 
@@ -112,7 +114,8 @@ def test_a_page_is_a_few_strided_copies(arenas: None, kind: str) -> None:
         addresses = [n << 40 for n in range(len(exports.allocations))]
         plan = PoolPlan(spec, addresses, pool_layout(spec))
         exports.close()
-        assert plan.path is Path.STRIDED
+        deep = 8 * wanted <= len(pool.buffers)
+        assert plan.path is (Path.STRIDED if deep else Path.ROWS)
         assert len(plan.group(0, plan.layers).progressions) == wanted
 
 
@@ -122,10 +125,12 @@ def test_its_tensors_are_what_they_are_without(kind: str, request: pytest.Fixtur
     usual = tensors(make(), page_tokens)
     request.getfixturevalue("arenas")
     for before, after in zip(usual, tensors(make(), page_tokens), strict=True):
-        assert len({tensor.untyped_storage().data_ptr() for tensor in after}) < len(before)
+        allocations = collections.Counter(t.untyped_storage().data_ptr() for t in after)
+        assert len(allocations) < len(before)
         for was, now in zip(before, after, strict=True):
             assert (now.shape, now.stride(), now.dtype) == (was.shape, was.stride(), was.dtype)
-            assert not now.view(torch.uint8).any()
+            if allocations[now.untyped_storage().data_ptr()] > 1:
+                assert not now.view(torch.uint8).any()
         # None reaches into another.
         for number, tensor in enumerate(after):
             tensor.view(torch.uint8).fill_(number + 1)

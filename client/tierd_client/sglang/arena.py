@@ -15,15 +15,42 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import (
+    DeepSeekV4IndexerPool,
+    DeepSeekV4SingleKVPool,
+    DeepSeekV4UniformFP8KVPool,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
 from torch.overrides import TorchFunctionMode
 
-from tierd_client.sglang.regions import KNOWN_CLASSES
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512
 """Bytes. What torch's allocator gives every tensor. No more: K and V of a layer are halves of one
 tensor, and only where layers follow without a gap do all halves lie at one stride."""
+
+KNOWN = frozenset(
+    {
+        DSATokenToKVPool,
+        DeepSeekV4IndexerPool,
+        DeepSeekV4SingleKVPool,
+        DeepSeekV4UniformFP8KVPool,
+        MHATokenToKVPool,
+        MHATokenToKVPoolFP4,
+        MHATokenToKVPoolMXFP8,
+        MLATokenToKVPool,
+        MLATokenToKVPoolFP4,
+    }
+)
+"""Pools by their exact class: a subclass may allocate in another way."""
 
 _FACTORIES = (torch.zeros, torch.empty)
 
@@ -97,7 +124,7 @@ def create_in_arena(create: Callable[[Any], Any], pool: Any) -> Any:
 
 def _why_stock(pool: Any) -> str:
     """Why a pool's memory must not be touched; empty if it may."""
-    if type(pool) not in KNOWN_CLASSES:
+    if type(pool) not in KNOWN:
         return "tierd does not know this class"
     if pool.post_capture_active:
         return "its memory comes after graph capture"

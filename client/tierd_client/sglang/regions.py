@@ -319,8 +319,6 @@ _KNOWN: dict[type, Callable[[Any, int], PoolMemory]] = {
     DSATokenToKVPool: _dsa,
     MHATokenToKOnlyPool: _keys,
 }
-KNOWN_CLASSES = frozenset(_KNOWN)
-"""The classes of KV pools that `attention_memory` can describe."""
 
 _WHY_NOT = {
     "NoOpMHATokenToKVPool": "it holds no KV",

@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 OPTION = "arena"
 """The field of `linker_extra_config` that switches it off."""
 _POOLS = "sglang.srt.mem_cache.memory_pool"
+_DEEPSEEK_V4 = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _MODULE = "tierd_client.sglang"
 
 
@@ -64,14 +65,16 @@ def _engine_wants_arenas() -> bool:
 
 
 HOOKS = tuple(
-    Hook(f"{_POOLS}.{name}", ("self",), _create)
-    for name in (
-        "MHATokenToKVPool._create_buffers",
-        "MHATokenToKVPoolFP4._create_buffers",
-        "MHATokenToKVPoolMXFP8._create_buffers",
-        "MLATokenToKVPool._create_buffers",
-        "MLATokenToKVPoolFP4._create_buffers",
-        "DSATokenToKVPool._create_index_key_cache",
+    Hook(target, ("self",), _create)
+    for target in (
+        f"{_POOLS}.MHATokenToKVPool._create_buffers",
+        f"{_POOLS}.MHATokenToKVPoolFP4._create_buffers",
+        f"{_POOLS}.MHATokenToKVPoolMXFP8._create_buffers",
+        f"{_POOLS}.MLATokenToKVPool._create_buffers",
+        f"{_POOLS}.MLATokenToKVPoolFP4._create_buffers",
+        f"{_POOLS}.DSATokenToKVPool._create_index_key_cache",
+        f"{_DEEPSEEK_V4}.DeepSeekV4SingleKVPool._create_buffers",
+        f"{_DEEPSEEK_V4}.DeepSeekV4IndexerPool._create_buffer",
     )
 )
 """What allocates the tensors of pools; each time an allocation of its own."""
