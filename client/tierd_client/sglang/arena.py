@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from torch.overrides import TorchFunctionMode
 
-
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512
