@@ -28,12 +28,11 @@ from tierd_client.device import open_device
 from tierd_client.leases import ChainId, Leases
 from tierd_client.link import Link, LinkState, ProcessHandle
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
-from tierd_client.packing import Counted, Packing, PoolPlace
+from tierd_client.packing import Parts, Pools, grouped, key_blob
 from tierd_client.pools import (
     DevicePool,
     PageKeys,
     PoolPages,
-    count_keys,
     describe,
     join_keys,
     key_at,
@@ -96,7 +95,7 @@ class TierClient:
         self._exports = self._device.export(tensors)
         places = iter(self._exports.places)
         self._specs = [describe(pool, [next(places) for _ in pool.buffers]) for pool in pools]
-        self._places = {p.name: PoolPlace(i, p.page_tokens) for i, p in enumerate(pools)}
+        self._pools = Pools({pool.name: pool.page_tokens for pool in pools})
         layers = 1 + max(buffer.layer for pool in pools for buffer in pool.buffers)
         self._shared = create_segment(SegmentSpec(max_layers=layers))
         self._segment = self._shared.fields
@@ -263,7 +262,32 @@ class TierClient:
         Returns: the backup's sequence number.
         Raises: ValueError: keys and slots that do not fit together.
         """
-        return self._outbox.offer(self._count(pages), node_id, parent)
+        parts = self._pools.parts_of([part for part in pages if part.keys])
+        return self._outbox.offer(parts, [len(parts.pages)], [node_id], [parent])
+
+    def backup_nodes(
+        self,
+        parts: Parts,
+        counts: list[int],
+        node_ids: Sequence[int | None],
+        parents: Sequence[bytes | None],
+    ) -> int:
+        """`backup` for many nodes at once, by columns.
+
+        Args:
+            parts: Those of all nodes, made by `parts`.
+            counts: How many of them are each node's: the next ones.
+
+        Returns: the first one's sequence number; the others follow.
+        """
+        return self._outbox.offer(parts, counts, node_ids, parents)
+
+    def parts(self, pools: Sequence[str], keys: list[PageKeys], slots: list[torch.Tensor]) -> Parts:
+        """Pages by columns, one entry a part, for `backup_nodes`.
+
+        Raises: ValueError: keys and slots that do not fit together.
+        """
+        return self._pools.parts(pools, keys, slots)
 
     def flush(self) -> None:
         """Send what was offered since the last call, as one message, and read what has come.
@@ -287,30 +311,31 @@ class TierClient:
     def _send_flush(self, batch: Batch, now: float) -> None:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
         ring = self._outbox.ring
-        taken, items = batch.split(ring.room() if self._outbox.has_ticket(self._ticket) else -1)
-        packing = Packing(self._places, ring.head, [queued.pages for queued in taken])
-        shed = len(items)
-        for queued in taken:
-            parts = packing.add(queued.pages)
-            parent = queued.parent
-            items.append(
-                messages.BackupItem(queued.seq, False, parts, parent or b"", parent is not None)
+        room = min(ring.room(), MAX_FLUSH_PAGES) if self._outbox.has_ticket(self._ticket) else -1
+        shed, nodes = batch.split(room)
+        layout = self._pools.lay_out(nodes.parts, ring.head)
+        items = [
+            messages.BackupItem(seq, False, parts, parent or b"", parent is not None)
+            for seq, parts, parent in zip(
+                nodes.seqs, grouped(layout.parts, nodes.counts), nodes.parents, strict=True
             )
+        ]
         if shed:
+            items += [messages.BackupItem(seq, True, []) for seq in shed]
             items.sort(key=attrgetter("seq"))
-        if packing.end > ring.head:
-            self._device.write_page_numbers("backup", ring.head, *packing.slots())
-        if taken:  # tombstones alone must use up no ready words
+        if layout.slots:
+            self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
+        if nodes.seqs:  # tombstones alone must use up no ready words
             self._device.mark_ready(self._new_ticket())
         message = messages.Flush(
             epoch=self._epoch,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
             items=items,
-            keys=packing.keys(),
+            keys=key_blob(nodes.parts),
         )
         if self._link.send(message):
-            self._outbox.sent(self._ticket, items[-1].seq, packing.end, now)
+            self._outbox.sent(self._ticket, items[-1].seq, layout.end, now)
         else:
             self._outbox.not_sent(batch)
 
@@ -325,27 +350,26 @@ class TierClient:
 
         Raises: ValueError: keys and slots that do not fit together.
         """
-        counted = self._count(pages)
-        count = sum(n for _, n in counted)
+        given = self._pools.parts_of(pages)
         ring = self._outbox.ring
-        room = min(ring.room(), MAX_FLUSH_PAGES)
-        if count > room or not self._outbox.has_ticket(self._ticket):
-            counted, count = [], 0
-        packing = Packing(self._places, ring.head, [counted])
-        parts = packing.add(counted)
+        room = min(ring.room(), MAX_FLUSH_PAGES) if self._outbox.has_ticket(self._ticket) else 0
+        if sum(given.pages) > room:
+            given = self._pools.parts_of([])
+        layout = self._pools.lay_out(given, ring.head)
+        count = layout.end - ring.head
         if count:
-            self._device.write_page_numbers("backup", ring.head, *packing.slots())
+            self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
             self._device.mark_ready(self._new_ticket())
         message = messages.Supply(
             epoch=self._epoch,
             seq=seq,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
-            parts=parts,
-            keys=packing.keys(),
+            parts=layout.parts if count else [],
+            keys=key_blob(given),
         )
         if self._link.send(message) and count:
-            self._outbox.sent(self._ticket, seq, packing.end, time.monotonic())
+            self._outbox.sent(self._ticket, seq, layout.end, time.monotonic())
 
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""
@@ -387,7 +411,7 @@ class TierClient:
             return []
         if self._breaker.is_open(now, self._link.heartbeat_s):
             return []
-        indices = [self._places[name].pool for name in (self._places if pools is None else pools)]
+        indices = self._pools.indices(pools)
         chain = ChainId.of(keys, indices)
         lengths = self._leases.recall(rid, chain, now)
         if lengths is not None:
@@ -473,7 +497,7 @@ class TierClient:
 
         Raises: ValueError: keys and slots that do not fit together.
         """
-        counted = {rid: self._count(pages) for rid, pages in loads.items()}
+        given = self._pools.parts_of([part for pages in loads.values() for part in pages])
         self._restores += 1
         for rid in loads:
             self._leases.end(rid)
@@ -484,9 +508,10 @@ class TierClient:
         if not any(used):
             # Also of restores that no copier was told of, whose ring it has not given back.
             ring.free_all()
-        packing = Packing(self._places, ring.head, counted.values())
-        items = [messages.RestoreItem(rid, packing.add(parts)) for rid, parts in counted.items()]
-        count = packing.end - ring.head
+        layout = self._pools.lay_out(given, ring.head)
+        named = grouped(layout.parts, [len(pages) for pages in loads.values()])
+        items = list(map(messages.RestoreItem, loads, named))
+        count = layout.end - ring.head
         copier = self._link.copier
         if (
             not self.connected
@@ -500,7 +525,7 @@ class TierClient:
         generation = self._restores % 2**32 or 2**31
         ticket = self._new_ticket()
         self._segment.awaited[entry] = generation
-        self._device.write_page_numbers("restore", ring.head, *packing.slots())
+        self._device.write_page_numbers("restore", ring.head, layout.slots, layout.page_tokens)
         self._device.mark_ready(ticket)
         message = messages.Restore(
             epoch=self._epoch,
@@ -510,12 +535,12 @@ class TierClient:
             ticket=ticket,
             fence=int(self._segment.fence[0]),
             items=items,
-            keys=packing.keys(),
+            keys=key_blob(given),
         )
         if not self._link.send(message):
             self._segment.release(entry)
             return FailedRestore()
-        ring.head = packing.end
+        ring.head = layout.end
         connection = self._link.connection
         restore = Restore(
             device=self._device,
@@ -587,25 +612,6 @@ class TierClient:
         os.close(self._pidfd)
 
     # --- inside -------------------------------------------------------------------------------
-
-    def _count(self, pages: Sequence[PoolPages]) -> list[Counted]:
-        """Pages with their numbers.
-
-        Raises: ValueError: keys and slots that do not fit together, or no such pool.
-        """
-        counted = []
-        for part in pages:
-            count = count_keys(part.keys)
-            place = self._places.get(part.pool)
-            if place is None:
-                raise ValueError(f"no pool {part.pool!r}; there are {', '.join(self._places)}")
-            if part.slots.shape[0] != count * place.page_tokens:
-                raise ValueError(
-                    f"pool {part.pool!r}: {count} keys and {part.slots.shape[0]} slots; a page "
-                    f"has {place.page_tokens} slots"
-                )
-            counted.append((part, count))
-        return counted
 
     def _new_ticket(self) -> int:
         self._ticket = (self._ticket + 1) % 2**32 or 1

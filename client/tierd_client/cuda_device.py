@@ -191,7 +191,8 @@ class CudaDevice:
                 f"the current CUDA device is {torch.cuda.current_device()}; this rank's KV lies on "
                 f"{self._index}: call torch.cuda.set_device({self._index}) on this thread"
             )
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
+        # As `torch.cuda.current_stream` does, without an object for it.
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

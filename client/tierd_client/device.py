@@ -159,7 +159,7 @@ def page_numbers(
         numbers = torch.cat([t for t, _ in run])
         if tokens > 1:
             numbers = numbers[::tokens] // tokens
-        yield numbers.to(torch.int64)
+        yield numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64)
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:

@@ -29,6 +29,8 @@ log = logging.getLogger("tierd_client")
 REGISTER_TIMEOUT_S = 30.0
 """A daemon that pins memory answers late; one that never answers is given up."""
 QUEUED_MESSAGES = 1000
+_POLLIN = int(zmq.POLLIN)
+"""The flag itself costs more to compare with than all else of a look."""
 
 
 class LinkState(enum.Enum):
@@ -163,6 +165,8 @@ class Link:
             self.connection += 1
         elif isinstance(message, messages.CopierReplaced) and len(fds) == 1:
             self.copier = ProcessHandle(fds[0])
+        elif isinstance(message, messages.PresenceReplaced) and len(fds) == 1:
+            self.presence = _open_presence(fds[0])
         elif isinstance(message, messages.Refused):
             close_all(fds)
             self.refusal = message.reason
@@ -201,7 +205,7 @@ class Link:
             return received
         try:
             # To ask first costs a third of what a `recv` that raises does.
-            while int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
+            while int(self._dealer.get(zmq.EVENTS)) & _POLLIN:
                 received.append(codec.TO_CLIENT.decode(self._dealer.recv(zmq.NOBLOCK)))
         except ProtocolError as error:
             log.warning("the daemon on %s makes no sense: %s", self.path, error)

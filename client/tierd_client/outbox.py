@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import compress, islice
 from typing import NamedTuple
 
-from tierd.wire import limits, messages
+from tierd.wire import limits
 from tierd.wire.layout import TICKETS
-from tierd_client.packing import Counted
+from tierd_client.packing import Parts
 from tierd_client.ring import RingSpace
 
 MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
@@ -34,32 +35,55 @@ class Need(NamedTuple):
     node_id: int | None
 
 
-class Queued(NamedTuple):
-    """A backup that has not been sent. `size`: its pages in all pools."""
+class Nodes(NamedTuple):
+    """Backups by columns: row i of each list is node i.
 
-    seq: int
-    pages: Sequence[Counted]
-    size: int
-    parent: bytes | None
+    Attributes:
+        seqs: Their sequence numbers.
+        counts: How many of the parts are its: the next ones.
+        parents: The key of the page before its first one: b"" if there is none, None if unknown.
+        parts: Those of all nodes, one after the other.
+    """
+
+    seqs: list[int]
+    counts: list[int]
+    parents: list[bytes | None]
+    parts: Parts
+
+    def sizes(self) -> list[int]:
+        """Pages of each node."""
+        rest = iter(self.parts.pages)
+        return [sum(islice(rest, count)) for count in self.counts]
+
+    def select(self, wanted: Sequence[bool]) -> Nodes:
+        """Some of them."""
+        of_parts = [w for w, count in zip(wanted, self.counts, strict=True) for _ in range(count)]
+        columns = [list(compress(column, of_parts)) for column in self.parts]
+        return Nodes(
+            list(compress(self.seqs, wanted)),
+            list(compress(self.counts, wanted)),
+            list(compress(self.parents, wanted)),
+            Parts(*columns),
+        )
 
 
 class Batch(NamedTuple):
     """What one message carries: tombstones, and backups."""
 
     shed: list[int]
-    queued: list[Queued]
+    nodes: Nodes
 
-    def split(self, room: int) -> tuple[list[Queued], list[messages.BackupItem]]:
-        """Those whose page numbers find room in the ring, and tombstones of all others."""
-        taken = []
-        shed = [messages.BackupItem(seq, True, []) for seq in self.shed]
-        for queued in self.queued:
-            if queued.size <= room:
-                room -= queued.size
-                taken.append(queued)
-            else:
-                shed.append(messages.BackupItem(queued.seq, True, []))
-        return taken, shed
+    def split(self, room: int) -> tuple[list[int], Nodes]:
+        """The numbers that go as tombstones, and the backups whose page numbers find room in the
+        ring."""
+        if sum(self.nodes.parts.pages) <= room:
+            return self.shed, self.nodes
+        fits = []
+        for size in self.nodes.sizes():
+            fits.append(size <= room)
+            room -= size if fits[-1] else 0
+        lost = [seq for seq, fit in zip(self.nodes.seqs, fits, strict=True) if not fit]
+        return self.shed + lost, self.nodes.select(fits)
 
 
 class _Sent(NamedTuple):
@@ -82,10 +106,12 @@ class Outbox:
     def __init__(self, ring_size: int) -> None:
         self.ring = RingSpace(ring_size)
         self.next_seq = 0
-        self._queued: list[Queued] = []
+        self._queued = _no_nodes()
         self._tombstones: list[int] = []
-        # Numbers and nodes whose outcome the caller has not had, and those outcomes that are here.
-        self._pending: deque[tuple[int, int | None]] = deque()
+        # Nodes whose outcome the caller has not had, the oldest of which has the number `_first`,
+        # and those outcomes that are here.
+        self._node_ids: deque[int | None] = deque()
+        self._first = 0
         self._results: dict[int, bool] = {}
         # Messages whose acks are not all here: their ready words and their ring are in use.
         self._sent: deque[_Sent] = deque()
@@ -94,37 +120,49 @@ class Outbox:
     @property
     def first_unsent(self) -> int:
         """The number that a new connection begins with."""
-        return self.next_seq - len(self._queued)
+        return self.next_seq - len(self._queued.seqs)
 
     @property
     def pending(self) -> int:
-        return len(self._pending)
+        return len(self._node_ids)
 
-    def offer(self, pages: Sequence[Counted], node_id: int | None, parent: bytes | None) -> int:
-        """Queue a backup. Returns: its number."""
-        seq = self.next_seq
-        self.next_seq = seq + 1
-        self._queued.append(Queued(seq, pages, sum([n for _, n in pages]), parent))
-        self._pending.append((seq, node_id))
-        return seq
+    def offer(
+        self,
+        parts: Parts,
+        counts: list[int],
+        node_ids: Sequence[int | None],
+        parents: Sequence[bytes | None],
+    ) -> int:
+        """Queue backups. Returns: the number of the first one."""
+        first = self.next_seq
+        self.next_seq = first + len(counts)
+        queued = self._queued
+        queued.seqs.extend(range(first, self.next_seq))
+        queued.counts.extend(counts)
+        queued.parents.extend(parents)
+        queued.parts.pools.extend(parts.pools)
+        queued.parts.keys.extend(parts.keys)
+        queued.parts.slots.extend(parts.slots)
+        queued.parts.pages.extend(parts.pages)
+        self._node_ids.extend(node_ids)
+        return first
 
     def batches(self) -> Iterator[Batch]:
         """All that is to be sent, in order, a message at a time. Empties the queue."""
-        queued, self._queued = self._queued, []
+        if not self._queued.seqs and not self._tombstones:
+            return
+        nodes, self._queued = self._queued, _no_nodes()
         shed, self._tombstones = self._tombstones, []
         while len(shed) > FLUSH_ITEMS:
-            yield Batch(shed[:FLUSH_ITEMS], [])
+            yield Batch(shed[:FLUSH_ITEMS], _no_nodes())
             shed = shed[FLUSH_ITEMS:]
-        batch: list[Queued] = []
-        pages = 0
-        for item in queued:
-            if batch and (pages + item.size > FLUSH_PAGES or len(batch) >= FLUSH_ITEMS):
-                yield Batch(shed, batch)
-                shed, batch, pages = [], [], 0
-            batch.append(item)
-            pages += item.size
-        if shed or batch:
-            yield Batch(shed, batch)
+        if len(nodes.seqs) <= FLUSH_ITEMS and sum(nodes.parts.pages) <= FLUSH_PAGES:
+            yield Batch(shed, nodes)
+            return
+        numbers = _messages(nodes.sizes())
+        for number in range(numbers[-1] + 1):
+            yield Batch(shed, nodes.select([n == number for n in numbers]))
+            shed = []
 
     def sent(self, ticket: int, last_seq: int, ring_end: int, now: float) -> None:
         """A message is on its way."""
@@ -135,8 +173,7 @@ class Outbox:
 
     def not_sent(self, batch: Batch) -> None:
         """A message found no place: its backups go as tombstones, later."""
-        self._tombstones += batch.shed
-        self._tombstones += [queued.seq for queued in batch.queued]
+        self._tombstones += batch.shed + batch.nodes.seqs
 
     def has_ticket(self, ticket: int) -> bool:
         """Are the next ready words after `ticket` free?"""
@@ -150,16 +187,16 @@ class Outbox:
 
     def settle(self, first_seq: int, results: bytes) -> None:
         """Outcomes have come, a byte each. Numbers that nobody waits for are passed over."""
-        first = self._pending[0][0] if self._pending else self.next_seq
+        first, end = self._first, self.next_seq
         for seq, kept in enumerate(results, first_seq):
-            if first <= seq < self.next_seq:
+            if first <= seq < end:
                 self._results.setdefault(seq, bool(kept))
 
     def fail(self) -> None:
         """Nothing that has no outcome yet is kept."""
-        for seq, _ in self._pending:
+        for seq in range(self._first, self.next_seq):
             self._results.setdefault(seq, False)
-        self._queued.clear()
+        self._queued = _no_nodes()
         self._tombstones.clear()
         self._sent.clear()
         self._needs.clear()
@@ -167,7 +204,8 @@ class Outbox:
     def forget(self) -> None:
         """Nobody waits for any outcome."""
         self.fail()
-        self._pending.clear()
+        self._node_ids.clear()
+        self._first = self.next_seq
         self._results.clear()
 
     def acks(self) -> list[Ack]:
@@ -175,11 +213,11 @@ class Outbox:
         if not self._results:
             return []
         acks: list[Ack] = []
-        pending, results = self._pending, self._results
-        while pending and (kept := results.pop(pending[0][0], None)) is not None:
-            acks.append(Ack(*pending.popleft(), kept))
-        first = pending[0][0] if pending else self.next_seq
-        while self._sent and self._sent[0].last_seq < first:
+        node_ids, results = self._node_ids, self._results
+        while (kept := results.pop(self._first, None)) is not None:
+            acks.append(Ack(self._first, node_ids.popleft(), kept))
+            self._first += 1
+        while self._sent and self._sent[0].last_seq < self._first:
             # Also of backups that no copier was told of, whose ring it has not given back.
             self.ring.free_up_to(self._sent.popleft().ring_end)
         return acks
@@ -192,5 +230,25 @@ class Outbox:
         """What it wants since the last call."""
         if not self._needs:
             return []
-        wanted, self._needs = set(self._needs), []
-        return [Need(*pending) for pending in self._pending if pending[0] in wanted]
+        wanted, self._needs = sorted(set(self._needs)), []
+        return [
+            Need(seq, self._node_ids[seq - self._first])
+            for seq in wanted
+            if self._first <= seq < self.next_seq
+        ]
+
+
+def _no_nodes() -> Nodes:
+    return Nodes([], [], [], Parts([], [], [], []))
+
+
+def _messages(sizes: Sequence[int]) -> list[int]:
+    """Which message each node goes into, in order, so that none is too large."""
+    numbers: list[int] = []
+    number = nodes = pages = 0
+    for size in sizes:
+        if nodes and (pages + size > FLUSH_PAGES or nodes >= FLUSH_ITEMS):
+            number, nodes, pages = number + 1, 0, 0
+        numbers.append(number)
+        nodes, pages = nodes + 1, pages + size
+    return numbers

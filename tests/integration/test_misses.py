@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from tier_harness import Daemon, Engine, eventually, lifeline
+from tier_harness import Daemon, Engine, Shape, eventually, lifeline
 
 from tierd.wire import limits
 from tierd.wire.messages import Register, Welcome
@@ -38,6 +38,34 @@ def test_what_was_evicted_is_missed_without_a_message(daemon: Daemon, engines: E
     daemon.clear()
     assert engine.lookup("a", 4) == 0
     assert daemon.status()["counters"]["lookups"] == 0
+
+
+def test_smaller_pages_get_a_larger_table_and_what_is_there_stays_there(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    small = engines(daemon.socket, [Shape(page_tokens=1, layers=1, row_bytes=8)])
+    assert small.back_up("b", 4)
+
+    def lookups() -> int:
+        return int(daemon.status()["counters"]["lookups"])
+
+    def misses_without_a_message() -> bool:
+        before = lookups()
+        engine.step()  # reads the lifeline, which brings the table
+        assert engine.lookup("never seen", 4) == 0
+        return lookups() == before
+
+    assert engine.lookup("a", 4) == 4
+    eventually(misses_without_a_message, "the engine has the larger table")
+    assert engine.lookup("a", 4, rid="again") == 4
+    assert small.lookup("b", 4) == 4
+    daemon.clear()
+    before = lookups()
+    assert small.lookup("b", 4, rid="after") == 0
+    assert engine.lookup("a", 4, rid="after") == 0
+    assert lookups() == before, "what was dropped has left the larger table"
 
 
 def test_an_idle_control_shows_that_it_lives(daemon: Daemon, engines: Engines) -> None:

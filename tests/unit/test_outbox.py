@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from tierd_client import outbox as outboxes
 from tierd_client.outbox import Ack, Batch, Outbox
-from tierd_client.packing import Counted
-from tierd_client.pools import PoolPages
+from tierd_client.packing import Pools
 
 RING = 64
+POOLS = Pools({"kv": 1, "swa": 1})
 
 
-def some(pages: int) -> list[Counted]:
-    return [(PoolPages("kv", b"k" * 32 * pages, torch.arange(pages)), pages)]
+def offer(outbox: Outbox, *sizes: int) -> None:
+    """Nodes of so many pages, split between two pools."""
+    halves = [half for size in sizes for half in (size // 2, size - size // 2)]
+    keys = [b"k" * 32 * half for half in halves]
+    parts = POOLS.parts(["kv", "swa"] * len(sizes), keys, [torch.arange(half) for half in halves])
+    node_ids = [10 + outbox.next_seq + i for i in range(len(sizes))]
+    outbox.offer(parts, [2] * len(sizes), node_ids, [b""] * len(sizes))
 
 
 def offered(*sizes: int) -> Outbox:
     outbox = Outbox(RING)
-    for size in sizes:
-        outbox.offer(some(size), node_id=10 + outbox.next_seq, parent=b"")
+    offer(outbox, *sizes)
     return outbox
 
 
 def send(outbox: Outbox, batch: Batch, ticket: int) -> list[int]:
     """Send what fits; returns the numbers that went as tombstones."""
-    taken, shed = batch.split(outbox.ring.room())
-    end = outbox.ring.head + sum(queued.size for queued in taken)
+    shed, nodes = batch.split(outbox.ring.room())
+    assert sorted(shed + nodes.seqs) == sorted(batch.shed + batch.nodes.seqs)
+    assert sum(nodes.counts) == len(nodes.parts.pages) == len(nodes.parts.slots)
+    end = outbox.ring.head + sum(nodes.parts.pages)
     outbox.sent(ticket, outbox.next_seq - 1, end, now=float(ticket))
-    return [item.seq for item in shed]
+    return shed
 
 
 def test_acks_come_in_order_whenever_their_outcomes_come() -> None:
@@ -43,12 +51,12 @@ def test_what_finds_no_room_goes_as_a_tombstone_and_room_comes_back_with_the_ack
     outbox = offered(RING // 2, RING, 1)
     (batch,) = outbox.batches()
     assert send(outbox, batch, ticket=1) == [1]
-    outbox.offer(some(RING), None, None)
+    offer(outbox, RING)
     (batch,) = outbox.batches()
     assert send(outbox, batch, ticket=2) == [3], "the ring is in use"
     outbox.settle(0, b"\1\0\1")
     outbox.acks()
-    outbox.offer(some(RING), None, None)
+    offer(outbox, RING)
     (batch,) = outbox.batches()
     assert send(outbox, batch, ticket=3) == []
 
@@ -57,10 +65,10 @@ def test_a_message_that_was_not_sent_goes_as_tombstones_with_the_next_one() -> N
     outbox = offered(1, 1)
     (batch,) = outbox.batches()
     outbox.not_sent(batch)
-    outbox.offer(some(1), None, None)
+    offer(outbox, 1)
     (batch,) = outbox.batches()
     assert batch.shed == [0, 1]
-    assert [queued.seq for queued in batch.queued] == [2]
+    assert batch.nodes.seqs == [2]
     assert not list(outbox.batches())
 
 
@@ -68,7 +76,7 @@ def test_a_lost_daemon_fails_all_that_waits_and_the_next_number_is_the_next_offe
     outbox = offered(1, 1)
     (batch,) = outbox.batches()
     send(outbox, batch, ticket=1)
-    outbox.offer(some(1), None, None)
+    offer(outbox, 1)
     assert outbox.first_unsent == 2
     outbox.fail()
     assert [ack.kept for ack in outbox.acks()] == [False, False, False]
@@ -80,7 +88,7 @@ def test_the_wait_for_acks_is_that_of_the_oldest_message() -> None:
     outbox = offered(1)
     (batch,) = outbox.batches()
     send(outbox, batch, ticket=5)
-    outbox.offer(some(1), None, None)
+    offer(outbox, 1)
     (batch,) = outbox.batches()
     send(outbox, batch, ticket=9)
     assert outbox.oldest_s(now=11.0) == 6.0
@@ -95,3 +103,14 @@ def test_what_the_tier_needs_is_asked_for_once() -> None:
     outbox.need(7)
     assert [(need.seq, need.node_id) for need in outbox.needs()] == [(1, 11)]
     assert outbox.needs() == []
+
+
+def test_a_step_that_is_too_large_for_one_message_goes_as_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outboxes, "FLUSH_PAGES", 10)
+    monkeypatch.setattr(outboxes, "FLUSH_ITEMS", 3)
+    outbox = offered(4, 6, 1, 12, 2, 2, 2, 2)
+    batches = list(outbox.batches())
+    assert [batch.nodes.seqs for batch in batches] == [[0, 1], [2], [3], [4, 5, 6], [7]]
+    assert [sum(batch.nodes.parts.pages) for batch in batches] == [10, 1, 12, 6, 2]

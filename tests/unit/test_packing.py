@@ -9,45 +9,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierd_client.device import page_numbers
-from tierd_client.packing import Counted, Packing, PoolPlace
-from tierd_client.pools import PageKeys, PoolPages, count_keys, join_keys, key_at
+from tierd_client.packing import Parts, Pools, grouped, key_blob
+from tierd_client.pools import PageKeys, PoolPages, join_keys, key_at
 
-PLACES = {"kv": PoolPlace(0, 4), "swa": PoolPlace(1, 4), "state": PoolPlace(2, 1)}
+TOKENS = {"kv": 4, "swa": 4, "state": 1}
+NAMES = list(TOKENS)
+POOLS = Pools(TOKENS)
 
 
 def key(n: int) -> bytes:
     return hashlib.sha256(n.to_bytes(4, "big")).digest()
 
 
-def pages(pool: str, numbers: list[int]) -> Counted:
+def pages(pool: str, numbers: list[int]) -> PoolPages:
     """Pages whose keys are made of their numbers."""
-    tokens = PLACES[pool].page_tokens
-    slots = torch.cat(
-        [torch.empty(0)] + [torch.arange(n * tokens, (n + 1) * tokens) for n in numbers]
-    )
-    return PoolPages(pool, b"".join(map(key, numbers)), slots.to(torch.int64)), len(numbers)
+    tokens = TOKENS[pool]
+    slots = [n * tokens + i for n in numbers for i in range(tokens)]
+    return PoolPages(pool, b"".join(map(key, numbers)), torch.tensor(slots, dtype=torch.int64))
 
 
-NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
-NODES = st.lists(st.dictionaries(st.sampled_from(sorted(PLACES)), NUMBERS), max_size=6)
+NUMBERS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
+NODES = st.lists(st.dictionaries(st.sampled_from(NAMES), NUMBERS), max_size=6)
 
 
-@given(nodes=NODES, start=st.integers(0, 1 << 40))
+@given(nodes=NODES, start=st.integers(0, 1 << 40), names=st.sampled_from([NAMES, NAMES[:2]]))
 @settings(deadline=None)
 def test_every_part_names_its_own_page_numbers_and_keys(
-    nodes: list[dict[str, list[int]]], start: int
+    nodes: list[dict[str, list[int]]], start: int, names: list[str]
 ) -> None:
-    contents = [[pages(pool, numbers) for pool, numbers in node.items()] for node in nodes]
-    packing = Packing(PLACES, start, contents)
-    named = [packing.add(node) for node in contents]
-    ring = [int(n) for run in page_numbers(*packing.slots(), 1 << 20) for n in run]
-    assert len(ring) == packing.end - start
-    blob, at = packing.keys(), 0
-    for node, parts in zip(nodes, named, strict=True):
-        wanted = {PLACES[pool].pool: numbers for pool, numbers in node.items() if numbers}
-        assert {part.pool: part.pages for part in parts} == {i: len(n) for i, n in wanted.items()}
-        for part in parts:
-            numbers = wanted[part.pool]
+    pools = Pools({name: TOKENS[name] for name in names})
+    nodes = [{pool: n for pool, n in node.items() if pool in names} for node in nodes]
+    parts = pools.parts_of(pages(pool, n) for node in nodes for pool, n in node.items())
+    layout = pools.lay_out(parts, start)
+    ring = [int(n) for run in page_numbers(layout.slots, layout.page_tokens, 1 << 20) for n in run]
+    assert len(ring) == layout.end - start
+    blob, at = key_blob(parts), 0
+    by_node = grouped(layout.parts, [len(node) for node in nodes])
+    for node, named in zip(nodes, by_node, strict=True):
+        for (pool, numbers), part in zip(node.items(), named, strict=True):
+            assert (part.pool, part.pages) == (NAMES.index(pool), len(numbers))
             assert ring[part.ring - start : part.ring - start + part.pages] == numbers
             assert blob[at : at + 32 * part.pages] == b"".join(map(key, numbers))
             at += 32 * part.pages
@@ -55,24 +55,42 @@ def test_every_part_names_its_own_page_numbers_and_keys(
 
 
 def test_pages_of_one_size_take_one_run_however_many_nodes_they_belong_to() -> None:
-    contents = [[pages("kv", [n]), pages("swa", [n]), pages("state", [n])] for n in range(8)]
-    packing = Packing(PLACES, 0, contents)
-    for node in contents:
-        packing.add(node)
-    assert len(list(page_numbers(*packing.slots(), 64))) == 2
+    parts = POOLS.parts_of(pages(pool, [n]) for n in range(8) for pool in NAMES)
+    layout = POOLS.lay_out(parts, 0)
+    assert len(list(page_numbers(layout.slots, layout.page_tokens, 64))) == 2
 
 
 @pytest.mark.parametrize("numbers", [[], [7], [1, 2, 3]])
 def test_digits_and_bytes_are_the_same_keys(numbers: list[int]) -> None:
     blob = b"".join(map(key, numbers))
     digits: PageKeys = [key(n).hex() for n in numbers]
-    assert count_keys(blob) == count_keys(digits) == len(numbers)
     assert join_keys([digits, digits]) == join_keys([digits, blob]) == blob + blob
+    slots = torch.arange(4 * len(numbers))
+    assert [POOLS.parts(["kv"], [keys], [slots]).pages for keys in (blob, digits)] == [
+        [len(numbers)]
+    ] * 2
     if numbers:
         assert key_at(blob, 0) == key_at(digits, 0) == key(numbers[0])
         assert key_at(blob, -1) == key_at(digits, -1) == key(numbers[-1])
 
 
-def test_half_a_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="32"):
-        count_keys(b"k" * 33)
+@pytest.mark.parametrize(
+    ("pool", "keys", "slots", "named"),
+    [
+        ("kv", b"k" * 33, 4, "'kv': 33 bytes"),
+        ("kv", b"k" * 32, 5, "'kv': 5 slots"),
+        ("state", ["00" * 32] * 2, 1, "'state': 1 slots"),
+        ("draft", b"k" * 32, 4, "'draft'.*kv, swa, state"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_by_its_pool(
+    pool: str, keys: PageKeys, slots: int, named: str
+) -> None:
+    good = (b"k" * 32, torch.arange(4))
+    with pytest.raises(ValueError, match=named):
+        POOLS.parts(["kv", pool], [good[0], keys], [good[1], torch.arange(slots)])
+
+
+def test_no_parts_take_no_place() -> None:
+    empty = POOLS.lay_out(Parts([], [], [], []), 17)
+    assert (empty.parts, empty.slots, empty.end) == ([], [], 17)

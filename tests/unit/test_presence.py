@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierd.memory.presence import SharedPresence
 from tierd.wire import presence
 from tierd.wire.errors import ProtocolError
 from tierd.wire.presence import PresenceTable, Salt
@@ -68,3 +70,29 @@ def test_what_is_no_table_is_refused(size: int, header: bytes) -> None:
         memory[:16] = presence.MAGIC.to_bytes(8, "little") + (1 << 20).to_bytes(8, "little")
     with pytest.raises(ProtocolError, match="presence table"):
         PresenceTable(memory)
+
+
+def test_a_table_that_was_superseded_is_sure_of_nothing() -> None:
+    pages = table(1024)
+    assert not pages.may_have(key(1), HERE)
+    pages.supersede()
+    assert pages.may_have(key(1), HERE)
+
+
+def test_a_table_is_outgrown_by_smaller_pages_alone() -> None:
+    shared = SharedPresence(1 << 30)
+    try:
+        before = shared.table
+        assert not shared.outgrown_by(1 << 20, keys=1)
+        assert not shared.outgrown_by(64 << 10, keys=1)
+        assert shared.table is before
+        assert shared.outgrown_by(16 << 10, keys=1)
+        assert not shared.outgrown_by(16 << 10, keys=1)
+        assert shared.outgrown_by(16 << 10, keys=4)
+        shared.add(key(1), HERE)
+        assert shared.table.may_have(key(1), HERE)
+        shared.remove(key(1), HERE)
+        assert not shared.table.may_have(key(1), HERE)
+        assert os.fstat(shared.fd).st_size == presence.nbytes(shared.table.buckets)
+    finally:
+        shared.close()

@@ -22,7 +22,7 @@ from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
 from tierd.wire.layout import COMMITTED, FREE, HAS_PARENT, PARENT_KNOWN, WRITING
 from tierd.wire.limits import KEY_BYTES
-from tierd.wire.presence import PresenceTable, Salt
+from tierd.wire.presence import Salt
 
 SPAN = 4096
 """Slots that are searched at a time for free ones."""
@@ -244,6 +244,13 @@ class PagePool:
             chain.append(slot)
             slot = parent(slot)
         return self._index.keys_of(np.array(chain[::-1], np.int64))
+
+    def committed_keys(self) -> Iterator[Keys]:
+        """The keys of all pages that can be hit, a span of slots at a time."""
+        for first in range(0, len(self._state), SPAN):
+            slots = np.flatnonzero(self._state[first : first + SPAN] == COMMITTED) + first
+            if len(slots):
+                yield self._index.keys_of(slots)
 
     def forget(self, keys: Keys) -> None:
         """The chain up to each of these pages is gone: they serve nobody. They go now, or as soon
@@ -499,6 +506,13 @@ def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
+class Presence(Protocol):
+    """Shows which pages there are."""
+
+    def add(self, keys: bytes, salt: Salt) -> None: ...
+    def remove(self, keys: bytes, salt: Salt) -> None: ...
+
+
 class Catalog:
     """The pages of one namespace: pools by name.
 
@@ -512,7 +526,7 @@ class Catalog:
         digest: bytes,
         world_size: int,
         private: bool,
-        presence: PresenceTable | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.digest = digest
         self.world_size = world_size
@@ -540,6 +554,13 @@ class Catalog:
                     other.forget(keys)
 
         pool.on_commit, pool.on_drop = show, forget
+
+    def show_all(self) -> None:
+        """Show all pages again, to a table that has none of them."""
+        for pool in self.pools.values():
+            if pool.on_commit is not None:
+                for keys in pool.committed_keys():
+                    pool.on_commit(keys)
 
     def touch_boundary(self, key: bytes, now: int) -> None:
         """A request has gone on from the boundary after this page: all it needs is as recent.

@@ -100,9 +100,26 @@ class Members:
         group.sessions[info.rank] = session
         self._state.sessions[session.number] = session
         self._state.catalog(group, info.epoch)
+        self._fit_presence(info)
         if copier.state is CopierState.READY:
             self.attach(session)
         return session
+
+    def _fit_presence(self, info: messages.Register) -> None:
+        """Have a presence table that is large enough for pages as small as this rank's."""
+        whole = [self._state.layout(pool) for pool in info.pools if not pool.window]
+        if not whole:
+            return
+        page_bytes = info.world_size * sum(layout.slot_bytes for layout in whole)
+        presence = self._state.presence
+        if not presence.outgrown_by(page_bytes, len(whole)):
+            return
+        for catalog in self._state.catalogs.values():
+            catalog.show_all()
+        for session in self._state.sessions.values():
+            if session.welcomed:
+                with contextlib.suppress(ChannelClosed):
+                    session.channel.send(messages.PresenceReplaced(), [presence.fd])
 
     def _check_memory(self, info: messages.Register) -> None:
         """A page is kept in all its pools or in none, so each needs a chunk at least."""

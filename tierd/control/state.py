@@ -125,7 +125,7 @@ class State:
             digest = namespace_digest(group.namespace, group.world_size, group.pools, epoch)
             catalog = self.catalogs.get(digest)
             if catalog is None:
-                catalog = Catalog(digest, group.world_size, bool(epoch), self.presence.table)
+                catalog = Catalog(digest, group.world_size, bool(epoch), self.presence)
                 self.catalogs[digest] = catalog
             group.catalogs[epoch] = catalog
             for spec in group.pools:

@@ -144,6 +144,10 @@ class CopierReplaced(Message, frozen=True, tag="copier_replaced"):
     """The rank's copier died and a new one has mapped its pools. Beside it: the new pidfd."""
 
 
+class PresenceReplaced(Message, frozen=True, tag="presence_replaced"):
+    """A larger presence table has taken the place of the one before. Beside it: the table."""
+
+
 class Refused(Message, frozen=True, tag="refused"):
     """A request that cannot be served. `reason` says why and what to do."""
 
@@ -163,7 +167,7 @@ class Done(Message, frozen=True, tag="done"):
     detail: dict[str, int]
 
 
-ToLifeline = Welcome | CopierReplaced | Refused | Status | Done
+ToLifeline = Welcome | CopierReplaced | PresenceReplaced | Refused | Status | Done
 
 
 # --- hot path: client -> control (ZeroMQ) -----------------------------------------------------

@@ -22,8 +22,8 @@ WIDTH = 8
 FEW = 8
 """Keys that are quicker done one by one."""
 _WORDS = WIDTH + 1
-_HEARTBEAT = 2
-"""Its word in the header."""
+_HEARTBEAT, _SUPERSEDED = 2, 3
+"""Their words in the header."""
 _MASK = 2**64 - 1
 
 
@@ -67,6 +67,7 @@ class PresenceTable:
             raise ProtocolError(f"a presence table of {buckets} buckets in {len(words) * 8} bytes")
         self._head = words[: PAGE // 8]
         self._words = words[PAGE // 8 :]
+        self.buckets = buckets
         self._mask = buckets - 1
         self._table: npt.NDArray[np.uint64] = np.frombuffer(
             self._words, np.uint64, count=buckets * _WORDS
@@ -89,8 +90,14 @@ class PresenceTable:
         """Control's loop goes round."""
         self._head[_HEARTBEAT] = int(now_s * 1e9)
 
+    def supersede(self) -> None:
+        """Another table takes its place: from now on this one is sure of nothing."""
+        self._head[_SUPERSEDED] = 1
+
     def may_have(self, key: bytes, salt: Salt) -> bool:
         """False: the page is not in the tier."""
+        if self._head[_SUPERSEDED]:
+            return True
         at, fingerprint = self._place(key, salt)
         bucket = self._words[at : at + _WORDS].tolist()
         return bool(bucket[WIDTH]) or fingerprint in bucket[:WIDTH]

@@ -12,7 +12,8 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -34,6 +35,8 @@ from tierd_client.sglang.tree import Prefix, Tree
 
 log = logging.getLogger(__name__)
 
+_FAILED_HERE = -1
+"""In place of its pages: an `offload()` that the client was not told of."""
 _NAMES: dict[Any, str] = {name: str(name.value) for name in PoolName}
 
 
@@ -58,14 +61,6 @@ class LinkerStats:
     looked_up: int = 0
     restored: int = 0
     restores_failed: int = 0
-
-
-class _Outstanding(NamedTuple):
-    """One `offload()` whose result the tree waits for. `seq`: the client's number for it; None
-    if it has failed here."""
-
-    seq: int | None
-    pages: int
 
 
 class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -134,7 +129,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.stats = LinkerStats()
         self.layer_done_counter = RestoreCounter(found.num_layers)
         self._queued: list[Sequence[Any]] = []
-        self._outstanding: deque[_Outstanding] = deque()
+        # The pages of each `offload()` whose result the tree waits for, in order.
+        self._outstanding: deque[int] = deque()
         self._results: deque[bool] = deque()
         self._loads: dict[str, list[PoolPages]] = {}
         self._loading = 0
@@ -195,15 +191,22 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._queued:
             return
         queued, self._queued = self._queued, []
-        page_tokens = self._page_tokens
-        origins = self._tree.origins([page_tokens * len(node[0].keys) for node in queued])
-        for node, origin in zip(queued, origins, strict=True):
-            seq, pages = None, len(node[0].keys)
-            if not self._weights_are_stale:
-                parts = [_pages(transfer) for transfer in node]
-                seq = self.client.backup(parts, node_id=origin.node_id, parent=origin.parent)
-            self._outstanding.append(_Outstanding(seq, pages))
-            self.stats.offered += pages
+        pages = [len(node[0].keys) for node in queued]
+        self.stats.offered += sum(pages)
+        if self._weights_are_stale:
+            self._outstanding.extend([_FAILED_HERE] * len(queued))
+            return
+        origins = self._tree.origins(pages, self._page_tokens)
+        if not all(transfer.keys for node in queued for transfer in node):
+            queued = [[transfer for transfer in node if transfer.keys] for node in queued]
+        transfers = list(chain.from_iterable(queued))
+        parts = self.client.parts(
+            [_NAMES[transfer.name] for transfer in transfers],
+            [transfer.keys for transfer in transfers],
+            [transfer.device_indices for transfer in transfers],
+        )
+        self.client.backup_nodes(parts, [len(node) for node in queued], *origins)
+        self._outstanding.extend(pages)
 
     def _supply(self, need: Need) -> None:
         """The tier has evicted what comes before a node, which the tree will not offer again."""
@@ -212,14 +215,16 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.client.supply(need.seq, pages)
 
     def _collect(self) -> None:
-        kept = {ack.seq: ack.kept for ack in self.client.acks()}
+        acks = iter(self.client.acks())
         while self._outstanding:
-            seq, pages = self._outstanding[0]
-            if seq is not None and seq not in kept:
+            pages = self._outstanding[0]
+            if pages == _FAILED_HERE:
+                self._results.append(False)
+            elif (ack := next(acks, None)) is not None:
+                self.stats.kept += pages * ack.kept
+                self._results.append(ack.kept)
+            else:
                 return
-            result = seq is not None and kept[seq]
-            self.stats.kept += pages * result
-            self._results.append(result)
             self._outstanding.popleft()
 
     # --- host to device ---------------------------------------------------------------------

@@ -17,14 +17,17 @@ MAX_HIT_MARKERS = 4096
 """Markers of external hits that the wrapper may hold between two scheduler iterations."""
 
 
-class Origin(NamedTuple):
-    """Where a backup's pages come from.
+class Origins(NamedTuple):
+    """Where backups' pages come from, by columns.
 
-    `parent`: the key of the page before the first one; b"" if there is none, None if not known.
+    Attributes:
+        node_ids: Of the tree's nodes; None if not known.
+        parents: The keys of the pages before their first ones; b"" if there is none, None if not
+            known.
     """
 
-    node_id: int | None = None
-    parent: bytes | None = None
+    node_ids: list[int | None]
+    parents: list[bytes | None]
 
 
 class Prefix(NamedTuple):
@@ -50,30 +53,32 @@ class Tree:
         if isinstance(caller, UnifiedCacheLinkerWrapper):
             self._wrapper = caller
 
-    def origins(self, lengths: Sequence[int]) -> list[Origin]:
+    def origins(self, pages: Sequence[int], page_tokens: int) -> Origins:
         """Where the youngest offloads come from, in the order in which they were offered.
 
         Args:
-            lengths: For each `offload()` since the last call, the tokens of its node.
+            pages: For each `offload()` since the last call, the pages of its node.
         """
+        count = len(pages)
         pending = self._wrapper.pending_offloads if self._wrapper is not None else []
         # The wrapper appends one entry for each offload that was accepted, and all were.
-        if len(pending) < len(lengths):
-            return [Origin()] * len(lengths)
-        young = pending[len(pending) - len(lengths) :]
-        return [
-            self._origin(entry.lock_node_id, n) for entry, n in zip(young, lengths, strict=True)
-        ]
-
-    def _origin(self, node_id: int, tokens: int) -> Origin:
-        state = self._wrapper.cache.tree_core.validate_buffer_backup(node_id, tokens)
-        if state is None:  # split since: the id now names the lower part only
-            return Origin(node_id)
-        if state.parent_is_root:
-            return Origin(node_id, b"")
-        if not state.parent_last_hash:
-            return Origin(node_id)
-        return Origin(node_id, bytes.fromhex(state.parent_last_hash))
+        if len(pending) < count:
+            return Origins([None] * count, [None] * count)
+        node_ids = [entry.lock_node_id for entry in pending[len(pending) - count :]]
+        core = self._wrapper.cache.tree_core
+        nodes = getattr(core, "_node_arena", None)
+        if nodes is not None:
+            # The Python core: its own nodes, because a call for each of them would cost as much as
+            # all else that is done for a backup.
+            parents = [
+                _parent(nodes.get(i), n, core.root_node)
+                for i, n in zip(node_ids, pages, strict=True)
+            ]
+        else:
+            ask = core.validate_buffer_backup
+            states = [ask(i, n * page_tokens) for i, n in zip(node_ids, pages, strict=True)]
+            parents = [_parent_key(state) for state in states]
+        return Origins(node_ids, parents)
 
     def prefix(self, node_id: int | None, page_tokens: int) -> Prefix | None:
         """All pages before those of an offloaded node, which keeps them on the device until its
@@ -98,3 +103,23 @@ class Tree:
         """
         if self._wrapper is not None and len(self._wrapper.hit_markers) > MAX_HIT_MARKERS:
             self._wrapper.hit_markers.clear()
+
+
+def _parent(node: Any, pages: int, root: Any) -> bytes | None:
+    """The key before a node of the Python core, if it has as many pages as when it was offered:
+    if it was split since, its id names the lower part only."""
+    if node is None or node.hash_value is None or len(node.hash_value) != pages:
+        return None
+    if node.parent is root:
+        return b""
+    hashes = None if node.parent is None else node.parent.hash_value
+    return bytes.fromhex(hashes[-1]) if hashes else None
+
+
+def _parent_key(state: Any) -> bytes | None:
+    """The key before a node, of what another core says of it; None if it was split since."""
+    if state is None:
+        return None
+    if state.parent_is_root:
+        return b""
+    return bytes.fromhex(state.parent_last_hash) if state.parent_last_hash else None
