@@ -162,7 +162,7 @@ class Bench:
                 tier = TIERS[(number + turn) % len(TIERS)]
                 self._turn(tier, self._measure)
                 progress()
-        if self.case.matches:
+        if self.case.matches and self.case.page_tokens > 1:
             self._turn("tierd", self._match_under_load)
         gc.unfreeze()
 
