@@ -18,7 +18,7 @@ from tierd.control.keys import MISSING, Keys
 from tierd.eviction.policy import Slots
 from tierd.wire import limits
 
-STEP_PAGES = 256
+STEP_PAGES = 128
 """Pages that are given slots, or become visible, at a time: a fraction of a millisecond."""
 
 
@@ -194,6 +194,8 @@ class Placement:
             for number in order
             for first in range(0, len(offer.parts[number].keys), STEP_PAGES)
         )
+        # How many pages had come into the pool when none of the next ones was there.
+        self._absent_at = -1
 
     @property
     def done(self) -> bool:
@@ -205,8 +207,17 @@ class Placement:
         """The part and its page that are the next to get slots."""
         return self._steps[0]
 
+    def known(self, pool: PagePool, keys: Keys) -> Slots:
+        """The slots of the next pages. A step that had to wait for room need not look again."""
+        if self._absent_at == pool.arrivals:
+            return np.full(len(keys), MISSING)
+        known = pool.find_all(keys)
+        self._absent_at = pool.arrivals if (known == MISSING).all() else -1
+        return known
+
     def proceed(self) -> None:
         self._steps.popleft()
+        self._absent_at = -1
 
 
 class NoRoomError(Exception):
@@ -296,11 +307,11 @@ class Backups:
         number, first = placement.next
         pool, every = placement.pools[number], offer.parts[number].keys
         keys = every[first : first + STEP_PAGES]
-        known = pool.find_all(keys)
+        known = placement.known(pool, keys)
         fresh = np.flatnonzero(known == MISSING)
         if len(fresh) > pool.free_slots:
             raise NoRoomError(pool, len(fresh) - pool.free_slots)
-        if len(fresh) > 1 and len(set(keys.split())) < len(keys):
+        if len(fresh) > 1 and keys.has_repeats():
             raise RepeatedKeyError(pool.name)
         if len(fresh) < len(keys):
             for slot in pool.being_written(known).tolist():

@@ -82,6 +82,8 @@ class PagePool:
         """Told of pages that become visible."""
         self.on_drop: Callable[[Keys, bool], None] | None = None
         """Told of pages that go, and whether they were visible."""
+        self.arrivals = 0
+        """Pages that have got a slot so far."""
         self.evictions = 0
         self.hits = 0
         self.misses = 0
@@ -267,12 +269,12 @@ class PagePool:
         self.policy.touch(slots[~free], 0)
 
     def hold(self, slots: Slots) -> None:
-        self._held += len(np.unique(slots[self._holds[slots] == 0]))
+        self._held += len(_distinct(slots[self._holds[slots] == 0]))
         self._holds[slots] += 1
 
     def release(self, slots: Slots) -> None:
         self._holds[slots] -= 1
-        left = np.unique(slots[self._holds[slots] == 0])
+        left = _distinct(slots[self._holds[slots] == 0])
         self._held -= len(left)
         self._set_free(left[self._state[left] == _SPOILED])
 
@@ -427,6 +429,7 @@ class PagePool:
         if not len(slots):
             return
         self._state[slots] = WRITING
+        self.arrivals += len(slots)
         self._index.add(keys, slots)
         parents = (before or bytes(KEY_BYTES)) + keys.blob[:-KEY_BYTES]
         flags = np.full(len(slots), PARENT_KNOWN | HAS_PARENT, np.uint32)
@@ -468,7 +471,7 @@ class PagePool:
                 del self._orphans[parent]
 
     def _evictable(self, slot: int) -> bool:
-        return bool(self._state[slot] == COMMITTED and not self._holds[slot])
+        return bool(self._state.item(slot) == COMMITTED and not self._holds.item(slot))
 
     def _drop(self, run: Slots, visible: bool) -> None:
         if self._orphan_of:
@@ -494,6 +497,13 @@ class PagePool:
         yield drop
         if runs:
             self._records.freed(np.sort(np.concatenate(runs)))
+
+
+def _distinct(slots: Slots) -> Slots:
+    """Each of them once, ascending. `numpy.unique` costs several times as much for few."""
+    ordered = np.sort(slots)
+    distinct: Slots = ordered[np.diff(ordered, prepend=MISSING) != 0]
+    return distinct
 
 
 def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -74,6 +74,11 @@ class Keys(Sequence[bytes]):
         blob = self.blob
         return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
 
+    def has_repeats(self) -> bool:
+        """Is a key there twice?"""
+        words = np.sort(np.frombuffer(self.blob, "<u8")[:: KEY_BYTES // 8])
+        return bool((words[1:] == words[:-1]).any()) and len(set(self.split())) < len(self)
+
     def where(self, mask: npt.NDArray[np.bool_]) -> Keys:
         """Those that a mask of shape (len(self),) names."""
         return self if mask.all() else Keys(self.rows[mask].tobytes())

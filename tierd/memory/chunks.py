@@ -100,7 +100,7 @@ class ChunkRows:
         """Where slots lie: chunk numbers, and slots within those chunks. Shapes: (len(slots),)."""
         ordinals, within = np.divmod(slots, self._host.chunk_slots)
         numbers = np.empty(len(slots), np.uint64)
-        for ordinal in np.unique(ordinals).tolist():
+        for ordinal in set(ordinals.tolist()):
             numbers[ordinals == ordinal] = self.rows[ordinal][shard].number
         return numbers, within.astype(np.uint32)
 

@@ -147,8 +147,10 @@ class PresenceTable:
         buckets = ((words[:, 0] ^ np.uint64(salt.low)) & np.uint64(self._mask)).astype(np.int64)
         fingerprints = words[:, 1] ^ np.uint64(salt.high)
         fingerprints[fingerprints == 0] = 1
+        order = buckets.argsort(kind="stable")
+        first = np.diff(buckets[order], prepend=-1) != 0
         alone = np.zeros(len(buckets), np.bool_)
-        alone[np.unique(buckets, return_index=True)[1]] = True
+        alone[order[first]] = True
         return buckets, fingerprints, alone
 
     def _exchange(self, at: int, old: int, new: int, *, spilled: int) -> None:
