@@ -318,6 +318,14 @@ def test_an_arena_needs_at_most_two_boxes_a_page(shape: str) -> None:
     assert batch.boxes["depth"].sum() == 72
 
 
+@pytest.mark.parametrize("shape", ["an allocation a layer", "K and V by turns"])
+def test_wide_rows_are_restored_one_by_one(shape: str) -> None:
+    planned = plan_of(shape, layers=36, pages=7000, row=65536, by_layer=True)
+    batch = planned.batch(planned.group(0, 36), some_runs(planned, [5], [9]), Direction.RESTORE)
+    assert len(batch.boxes) == 0
+    assert batch.rows["width"].tolist() == [65536] * 72
+
+
 @pytest.mark.parametrize("row", [2048, 131072])
 def test_an_arena_with_one_order_on_both_sides_needs_one_box_a_page(row: int) -> None:
     planned = plan_of("K and V by turns", layers=36, pages=7000, row=row, by_layer=True)
@@ -348,7 +356,7 @@ def test_a_prefill_of_one_token_pages_copies_in_wide_rows() -> None:
     assert planned.host.block_slots == 64
     runs = some_runs(planned, list(range(1000, 1128)), list(range(64, 192)))
     assert runs["pages"].tolist() == [64, 64]
-    batch = planned.batch(planned.group(0, 36), runs, Direction.RESTORE)
+    batch = planned.batch(planned.group(0, 36), runs, Direction.BACKUP)
     assert set(batch.boxes["width"].tolist()) == {131072}
 
 
@@ -426,8 +434,10 @@ def test_layer_groups_cover_every_layer_once_in_order(
 @pytest.mark.parametrize(
     ("arrangement", "row", "groups"),
     [
+        # Wide rows go one by one.
+        ("K and V by turns", 131072, 8),
         # A page folds into one box of 72 rows, and every cut costs one more.
-        ("K and V by turns", 131072, 5),
+        ("K and V by turns", 61440, 3),
         ("K and V by turns", 32768, 2),
         ("K and V by turns", 2048, 1),
         # Boxes end at the layers anyway, or there are none.
@@ -449,7 +459,7 @@ def test_a_restore_is_cut_as_often_as_its_boxes_allow(
 def test_a_run_of_small_pages_is_cut_like_a_large_page() -> None:
     planned = plan_of("K and V by turns", layers=36, pages=7000, row=2048, by_layer=True)
     runs = some_runs(planned, list(range(640)), list(range(640)))
-    assert len(plan.layer_groups([(planned, runs)], 36)) == 5
+    assert len(plan.layer_groups([(planned, runs)], 36)) == 8
 
 
 def test_a_small_restore_is_not_cut() -> None:

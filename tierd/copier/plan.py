@@ -62,6 +62,9 @@ one row of the 1D call 0.43 us (README)."""
 NARROW_ROW_BYTES = 32 << 10
 """Host-to-device rows below this never go through the 1D batch call: measured at 2 KiB, it slows
 the engine by a third."""
+WIDE_ROW_BYTES = 64 << 10
+"""Host-to-device rows of this and more always do: it carries a row a microsecond, so that the link
+sets the pace, and rows, unlike boxes, can be cut into layer groups for nothing."""
 
 PIECE_BYTES = 64 << 20
 PIECE_BOXES = 1024
@@ -197,8 +200,14 @@ class PoolPlan:
         if self.path is Path.ROWS:
             plain[:] = True
         if direction is Direction.RESTORE:
+            plain |= ops["width"] >= WIDE_ROW_BYTES
             plain &= ops["width"] >= NARROW_ROW_BYTES
         return Batch(boxes=ops[~plain], rows=split_rows(ops[plain]))
+
+    def restore_boxes(self, group: Group, runs: Records) -> int:
+        """How many boxes it takes to restore these runs of pages, for some layers of the pool."""
+        widths = np.outer(runs["pages"], group.progressions["row_bytes"])
+        return int((widths < WIDE_ROW_BYTES).sum())
 
     def pieces(self, group: Group, runs: Records, direction: Direction) -> Iterator[Batch]:
         """`batch`, cut so that each piece is a short time's work."""
@@ -328,7 +337,7 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
 
     def boxes(groups: list[tuple[int, int]]) -> int:
         return sum(
-            len(runs) * len(plan.group(first, end).progressions)
+            plan.restore_boxes(plan.group(first, end), runs)
             for plan, runs in work
             for first, end in groups
         )

@@ -32,8 +32,8 @@ STREAM_BYTES = 96 << 20
 RESTORABLE = 8
 """Prompts that the tier holds for the restores, over and over."""
 WARM_UP_S = 0.2
-FLAT_OUT_BACKUPS = 8
-FLAT_OUT_RESTORES = 2
+FLAT_OUT_BACKUPS = 16
+FLAT_OUT_RESTORES = 6
 """Prompts under way at once where there is no rate to keep."""
 
 
@@ -121,7 +121,7 @@ class Flow:
         if self._traffic.restores:
             while self._restores and self._restores[0].settled:
                 self._land()
-            if self._due(self._started, len(self._restores), FLAT_OUT_RESTORES):
+            while self._due(self._started, len(self._restores), FLAT_OUT_RESTORES):
                 chain = self._stored[self._started % len(self._stored)]
                 self._rank.lookup([chain])
                 self._restores.append(self._rank.restore([chain]))
