@@ -175,14 +175,17 @@ def resolve(
     log_level = options.log_level or "info"
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"--log-level {log_level}: choose one of {', '.join(LOG_LEVELS)}")
-    hugepages = options.hugepages or "auto"
+    hugepages = options.hugepages or ("off" if options.persist else "auto")
+    if options.persist and hugepages != "off":
+        raise ConfigError(
+            f"--hugepages {hugepages}: with --persist pages lie in what its directory is made of; "
+            "leave it out, and mount a hugetlbfs for huge pages"
+        )
     if hugepages not in CHOICES:
         raise ConfigError(f"--hugepages {hugepages}: choose one of {', '.join(CHOICES)}")
     verify = options.verify or "off"
     if verify not in VERIFY:
         raise ConfigError(f"--verify {verify}: choose one of {', '.join(VERIFY)}")
-    if options.persist:
-        raise ConfigError("--persist: this version cannot keep pages yet; leave it out")
     devices = resolve_devices(options.devices or "all", visible_gpus)
     huge = {} if hugepages == "off" else reserved()
     memory_bytes, pages = _resolve_memory(options, available, len(devices), hugepages, huge)

@@ -388,7 +388,10 @@ class TierClient:
             elif isinstance(message, messages.LookupReply):
                 self._answers[message.request] = message
             else:
-                log.error("the tierd daemon could not make sense of a message: %s", message.reason)
+                log.error(
+                    "the tierd daemon made no sense of a message, whose pages it does not keep: %s",
+                    message.reason,
+                )
 
     # --- lookup -------------------------------------------------------------------------------
 
@@ -455,7 +458,7 @@ class TierClient:
         try:
             sent = self._link.send(message)
         except ProtocolError as error:
-            log.warning("a lookup was not sent: %s", error)
+            log.warning("a lookup was not sent, and misses: %s", error)
             return None
         deadline = time.monotonic() + self._lookup_timeout_s
         while sent and self.connected:
@@ -476,7 +479,8 @@ class TierClient:
                 return None
         mute_s = self._breaker.timed_out(time.monotonic(), self._link.heartbeat_s)
         log.warning(
-            "the tierd daemon has not answered a lookup within %.2f s; lookups miss for %.1f s",
+            "the tierd daemon has not answered a lookup within %.2f s; lookups miss for %.1f s "
+            "(`tierd status` says how it is)",
             self._lookup_timeout_s,
             mute_s,
         )

@@ -141,12 +141,12 @@ class Link:
                 self._on_lifeline(message, fds)
         except (ChannelClosed, ProtocolError) as error:
             if isinstance(error, ProtocolError):
-                log.warning("the daemon on %s makes no sense: %s", self.path, error)
+                log.warning("the daemon on %s makes no sense, trying again: %s", self.path, error)
             # A daemon that ends in good order sends its last acks before it closes.
             self._last_words = self.receive()
             self.drop()
         if self.state is LinkState.REGISTERING and now >= self._give_up_at:
-            log.warning("the daemon on %s does not answer a registration", self.path)
+            log.warning("the daemon on %s does not answer a registration, trying again", self.path)
             self.drop()
         return before != (self.state, self.copier)
 
@@ -208,7 +208,7 @@ class Link:
             while int(self._dealer.get(zmq.EVENTS)) & _POLLIN:
                 received.append(codec.TO_CLIENT.decode(self._dealer.recv(zmq.NOBLOCK)))
         except ProtocolError as error:
-            log.warning("the daemon on %s makes no sense: %s", self.path, error)
+            log.warning("the daemon on %s makes no sense, trying again: %s", self.path, error)
             self.drop()
         return received
 

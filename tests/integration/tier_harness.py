@@ -24,6 +24,7 @@ from tierd_client import Ack, DeviceBuffer, DevicePool, PoolPages, Restore, Tier
 
 from tierd.channel import Channel
 from tierd.wire import codec, limits, messages
+from tierd.wire.geometry import namespace_digest
 
 DEADLINE_S = 30.0
 
@@ -312,6 +313,11 @@ class Engine:
     @property
     def client(self) -> TierClient:
         return self.ranks[0].client
+
+    def digest(self) -> bytes:
+        """What its chunks say that they are of."""
+        client = self.client
+        return namespace_digest(client._namespace, len(self.ranks), client._specs, "")
 
     def step(self) -> None:
         """One iteration of the scheduler."""

@@ -15,7 +15,7 @@ from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
 from tierd.memory.hugepages import reserved_pages
 from tierd.memory.limits import Available, available_memory, format_size
-from tierd.memory.persist import used_bytes
+from tierd.memory.persist import huge_page_bytes, used_bytes
 from tierd.memory.placement import PIN_THREADS
 
 log = logging.getLogger(__name__)
@@ -205,8 +205,16 @@ def serve(
 
 def claimable(persist: str | None) -> Available:
     """Memory for this daemon: what is free, and what an earlier one has left for it."""
-    free = available_memory()
-    return free._replace(nbytes=free.nbytes + (used_bytes(Path(persist)) if persist else 0))
+    if persist is None:
+        return available_memory()
+    path = Path(persist)
+    page_bytes = huge_page_bytes(Path(os.path.abspath(path)))
+    if page_bytes:
+        pages = reserved_pages()[page_bytes].free
+        free = Available(pages * page_bytes, f"the hugetlbfs of {path}")
+    else:
+        free = available_memory()
+    return free._replace(nbytes=free.nbytes + used_bytes(path))
 
 
 def announce(settings: config.ServeConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierd.control.chains import chains
 from tierd.control.keys import MISSING, KeyIndex, Keys
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.columns import column, grown
@@ -349,6 +350,47 @@ class PagePool:
                 run.append(slot)
             if run:
                 drop(run)
+
+    def recover(
+        self,
+        slots: Slots,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None],
+        stale: Slots,
+        now: int,
+    ) -> int:
+        """Take in pages that an earlier daemon has left in slots that are free here.
+
+        Args:
+            keys, parents: Of the page in each slot, as in `reserve`.
+            stale: Slots without a page whose headers say something else than FREE.
+            now: The caller's count.
+
+        Returns: how many there are. Two pages with one key are one.
+        """
+        if self.window:
+            parents = [None] * len(keys)
+        taken = [np.empty(0, np.int64)]
+        for run in chains(keys, parents):
+            here, parent = slots[run], parents[run[0]]
+            above = self._index.get(parent) if parent else None
+            self._index.add(Keys.of(keys[i] for i in run), here)
+            if parent and above is None:
+                self.policy.insert(here, NO_PARENT, 0)
+                self._wait_for(int(here[0]), parent)
+            else:
+                self.policy.insert(here, NO_PARENT if above is None else above, now)
+            taken.append(here)
+        found = np.sort(np.concatenate(taken))
+        self._state[found] = COMMITTED
+        self._committed += len(found)
+        self._free -= len(found)
+        np.subtract.at(self._free_in, found // SPAN, 1)
+        refused = slots[self._state[slots] != COMMITTED]
+        self._records.freed(np.sort(np.concatenate([stale, refused])))
+        if self.on_commit is not None:
+            self.on_commit(self._index.keys_of(found))
+        return len(found)
 
     def spoil(self, slots: Slots) -> int:
         """The bytes of these pages are not what they were: nobody finds them from now on, and what

@@ -249,7 +249,8 @@ class Copier:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             log.warning(
-                "copier %s (pid %d) did not finish within %.0f s; killing it",
+                "copier %s (pid %d) did not finish within %.0f s; killing it, so that nothing is "
+                "written late",
                 self.device,
                 self.pid,
                 timeout_s,
@@ -259,8 +260,8 @@ class Copier:
             self._process.wait(DEATH_S)
         except subprocess.TimeoutExpired:
             log.error(
-                "copier %s (pid %d) was killed and does not die: its driver does not let go; "
-                "its memory stays in use until it does",
+                "copier %s (pid %d) was killed and does not die: its driver does not let go. Its "
+                "memory stays in use until it does; `dmesg` may say why",
                 self.device,
                 self.pid,
             )

@@ -29,6 +29,8 @@ class Deadlines:
         loads_s: And so long for leased pages to be loaded: an engine that was told of a hit fails
             the request if its load then fails.
         stop_s: Then a copier may take so long to finish.
+        last_s: Copiers of a daemon that is gone may take so long to end by themselves, before a
+            new one on the same `--persist` kills them.
         quiet_s: A copier that does not answer for so long gets no more work.
         silent_s: And for so long, it is killed and started again.
     """
@@ -45,6 +47,7 @@ class Deadlines:
     drain_s: float = 15.0
     loads_s: float = 2.0
     stop_s: float = 5.0
+    last_s: float = 30.0
     quiet_s: float = 5.0
     silent_s: float = 40.0
 

@@ -79,7 +79,7 @@ class Endpoint:
             except BlockingIOError:
                 return
             except OSError as error:
-                log.error("a connection could not be accepted: %s", error)
+                log.error("a connection could not be accepted, and has to come again: %s", error)
                 return
             channel = Channel(sock, codec.FROM_LIFELINE)
             pid, uid, _ = channel.peer()

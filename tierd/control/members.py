@@ -188,7 +188,12 @@ class Members:
         cannot be served, and its connection must end."""
         info = session.info
         if message.error:
-            log.error("rank %d of %s cannot be served: %s", info.rank, info.instance, message.error)
+            log.error(
+                "rank %d of %s cannot be served: %s. It is told so, and runs without a host tier",
+                info.rank,
+                info.instance,
+                message.error,
+            )
             with contextlib.suppress(ChannelClosed):
                 session.channel.send(refused(message.error))
             return False

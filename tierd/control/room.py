@@ -17,6 +17,7 @@ from tierd.control.copiers import Copier, CopierState
 from tierd.control.stock import Stock
 from tierd.eviction.policy import Slots
 from tierd.memory.chunks import Chunk, ChunkRows, ChunkStore
+from tierd.memory.persist import FoundChunk, PersistDirectory
 from tierd.wire.geometry import HostLayout
 
 log = logging.getLogger("tierd.control")
@@ -116,6 +117,44 @@ class RoomKeeper:
         ]
         return {chunk.number for chunk in chunks if not self.stock.add(holder, chunk)}
 
+    def adopt(
+        self, pool: PagePool, row: Sequence[FoundChunk], directory: PersistDirectory
+    ) -> int | None:
+        """Take in a row of chunks that an earlier daemon has left, one a shard; its slots count as
+        free until `PagePool.recover` says what is in them.
+
+        Returns: its ordinal; None: there is no room.
+        """
+        if not self._may_have(pool):
+            return None
+        rows = self._rows[id(pool)].rows
+        ordinal = len(rows)
+        rows[ordinal] = self.stock.adopt(row, directory)
+        for chunk in rows[ordinal]:
+            chunk.take_over(pool.host, ordinal)
+            self._places[chunk.number] = (id(pool), ordinal)
+        pool.add_chunk(ordinal)
+        return ordinal
+
+    def headers(self, pool: PagePool, ordinal: int) -> list[npt.NDArray[np.void]]:
+        """The slot headers of a row, copied, one array a shard."""
+        return [chunk.headers.copy() for chunk in self._rows[id(pool)].rows[ordinal]]
+
+    def verified(self, number: int, corrupt: Slots) -> int:
+        """A copier has compared the pages of a chunk with their checksums.
+
+        Args: `corrupt`: slots within the chunk of those that have changed: nobody is to get them.
+        Returns: how many there were.
+        """
+        row = self._places.get(number)
+        if row is None:
+            return 0
+        for chunk in self._chunks(row):
+            if chunk.number == number:
+                chunk.unverified = None
+        pool = self._pools[row[0]]
+        return pool.spoil(corrupt + row[1] * pool.host.chunk_slots)
+
     def make_room(
         self,
         pool: PagePool,
@@ -181,7 +220,7 @@ class RoomKeeper:
             return True
         waiting = self._claims.get(row)
         if error and waiting is None:
-            log.error("%s; dropping the pages that lie there", error)
+            log.error("%s; dropping the pages that lie there, to be computed again", error)
             self._broken.setdefault(row, set()).add(number)
             self._drop_broken(row)
             return False
@@ -226,7 +265,7 @@ class RoomKeeper:
         for rows in self._rows.values():
             for row in rows.rows.values():
                 for chunk in row:
-                    self.store.discard(chunk)
+                    chunk.close()  # and its file, if it has one, is for the next daemon
         self._rows.clear()
         self.stock.close()
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zmq
 
 from tierd.channel import Channel, ChannelClosed, close_all
@@ -27,12 +28,15 @@ from tierd.control import status
 from tierd.control.backup_desk import BackupDesk
 from tierd.control.backups import STEP_PAGES
 from tierd.control.copiers import Copier, CopierState, describe_exit
+from tierd.control.deadlines import Deadlines
 from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Session
 from tierd.control.members import Members, refused
+from tierd.control.recovery import recover
 from tierd.control.restore_desk import RestoreDesk
 from tierd.control.state import State
+from tierd.memory.persist import PersistDirectory
 from tierd.wire import codec, messages
 from tierd.wire.errors import ProtocolError, TierdError
 
@@ -72,11 +76,22 @@ def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[s
     Raises: ConfigError: the socket cannot be had; the text says why and what to do.
     """
     _raise_descriptor_limit()
-    control = Control(State(Endpoint(config.socket, config.group), config), notify)
-    try:
+    with contextlib.ExitStack() as stack:
+        directory = None
+        if config.persist is not None:
+            directory = PersistDirectory(config.persist)
+            stack.callback(directory.close)
+            directory.check_space(config.memory_bytes)
+        endpoint = Endpoint(config.socket, config.group)
+        stack.callback(endpoint.close)
+        patience_s = Deadlines().times(config.patience).last_s
+        usable = directory is not None and directory.take_over(patience_s)
+        state = State(endpoint, config, directory)
+        control = Control(state, notify)
+        stack.callback(control.close)
+        if directory is not None and usable:
+            recover(state, directory)
         return control.run(on_ready)
-    finally:
-        control.close()
 
 
 def _raise_descriptor_limit() -> None:
@@ -318,7 +333,12 @@ class Control:
         except ChannelClosed:
             copier.end()
         except ProtocolError as error:
-            log.error("copier %s makes no sense (%s); starting it again", copier.device, error)
+            log.error(
+                "copier %s makes no sense (%s); starting it again: its copies fail, cached pages "
+                "stay. Please report this",
+                copier.device,
+                error,
+            )
             copier.end()
 
     def _receive_lifeline(self, connection: Connection, now: float) -> None:
@@ -335,7 +355,7 @@ class Control:
                     channel.send(refused(error))
         except ProtocolError as error:
             self._state.counters["errors"] += 1
-            log.warning("closing a connection: %s", error)
+            log.warning("closing a connection, whose other end is told why: %s", error)
             with contextlib.suppress(ChannelClosed):
                 channel.send(refused(error))
             self._drop(connection, now)
@@ -433,10 +453,17 @@ class Control:
             job = copier.retire(message)
             if job is not None:
                 if not message.ok:
-                    log.warning("a copy on %s failed: %s", copier.device, message.error)
+                    log.warning(
+                        "a copy on %s failed, so %s: %s",
+                        copier.device,
+                        "its pages are not kept" if job.restore is None else "its load fails",
+                        message.error,
+                    )
                 self._restores.spoiled(job, message.corrupt)
                 job.done(message.ok, False)
         elif isinstance(message, messages.ChunkReady):
+            if not message.error:
+                self._forget_corrupt(copier, message)
             if self._state.room.ready(copier, message.chunk, message.error):
                 self._members.chunk_settled(copier, message.chunk)
             else:
@@ -459,6 +486,21 @@ class Control:
         elif isinstance(message, messages.Detached):
             self._members.detached(message.session)
 
+    def _forget_corrupt(self, copier: Copier, message: messages.ChunkReady) -> None:
+        """A chunk of an earlier daemon is mapped, and compared with its checksums: what has
+        changed goes before anybody is served from it."""
+        slots = np.frombuffer(message.corrupt, "<u4").astype(np.int64)
+        lost = self._state.room.verified(message.chunk, slots)
+        if lost:
+            self._state.counters["pages_corrupt"] += lost
+            log.error(
+                "copier %s: %d pages that the last daemon has left have changed since (--verify): "
+                "they are dropped, and are computed again when they are needed. If this comes "
+                "back, have the machine's memory tested",
+                copier.device,
+                lost,
+            )
+
     def _bury(self, copier: Copier, now: float) -> None:
         """See whether a copier is dead by now, and take note of all that went with it."""
         status = copier.reap(now)
@@ -466,7 +508,8 @@ class Control:
             return
         ended = describe_exit(status)
         log.error(
-            "copier %s died (%s); its copies have failed, it is started again in %.1f s",
+            "copier %s died (%s); its copies have failed, cached pages stay, it is started again "
+            "in %.1f s. If nobody has killed it, its own lines above or `dmesg` say why",
             copier.device,
             ended,
             copier.restart_at - now,

@@ -18,11 +18,18 @@ from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
 from tierd.control.stock import Stock
 from tierd.memory.chunks import ChunkStore
+from tierd.memory.persist import PersistDirectory
 from tierd.memory.presence import SharedPresence
-from tierd.memory.source import AnonymousMemory
+from tierd.memory.source import AnonymousMemory, ChunkSource
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.geometry import HostLayout, namespace_digest, pool_layout, shards
+from tierd.wire.geometry import (
+    HostLayout,
+    namespace_digest,
+    namespace_record,
+    pool_layout,
+    shards,
+)
 
 log = logging.getLogger("tierd.control")
 
@@ -44,8 +51,12 @@ COUNTERS = (
 class State:
     """One daemon's state. Plain: whoever changes it says why in its own module."""
 
-    def __init__(self, endpoint: Endpoint, config: ServeConfig) -> None:
+    def __init__(
+        self, endpoint: Endpoint, config: ServeConfig, directory: PersistDirectory | None = None
+    ) -> None:
         self.endpoint = endpoint
+        self.directory = directory
+        """Where the pages outlive the daemon."""
         self.deadlines = Deadlines().times(config.patience)
         self.copiers = {
             name: Copier(
@@ -54,18 +65,20 @@ class State:
                 max_gbps=config.max_gbps,
                 pin_threads=config.pin_threads,
                 verify=config.verify,
+                hold_fd=directory.copiers_lock if directory is not None else -1,
             )
             for name in config.devices
         }
         self.presence = SharedPresence(config.memory_bytes)
-        memory = AnonymousMemory(dict(config.pages.huge))
+        memory: ChunkSource = directory or AnonymousMemory(dict(config.pages.huge))
         self.room = RoomKeeper(
             Stock(
                 ChunkStore(config.memory_bytes, memory, config.pages.chunk_bytes),
                 _tell,
                 config.devices,
                 ahead_bytes=config.pin_ahead_bytes,
-                touch=config.pin_ahead_bytes > 0,
+                # A file system that is full kills who touches what it has no memory for.
+                touch=config.pin_ahead_bytes > 0 or directory is not None,
             ),
             config.pool_shares,
         )
@@ -96,7 +109,7 @@ class State:
         session = self.by_route.get(route)
         self.counters["errors"] += 1
         who = f"rank {session.info.rank}" if session else "a stranger"
-        log.warning("bad message from %s: %s", who, error)
+        log.warning("bad message from %s: %s; it is told so, others notice nothing", who, error)
         self.endpoint.send(route, messages.Error(reason=str(error)))
 
     def new_job(
@@ -127,6 +140,8 @@ class State:
             if catalog is None:
                 catalog = Catalog(digest, group.world_size, bool(epoch), self.presence)
                 self.catalogs[digest] = catalog
+            if self.directory is not None and not epoch:
+                self._describe(self.directory, group, digest)
             group.catalogs[epoch] = catalog
             for spec in group.pools:
                 layout = self.layout(spec)
@@ -139,6 +154,19 @@ class State:
                     shards=shards(spec, group.world_size),
                 )
         return catalog
+
+    def _describe(self, directory: PersistDirectory, group: Group, digest: bytes) -> None:
+        """Leave word of what a namespace is, for the daemon after this one."""
+        record = namespace_record(group.namespace, group.world_size, group.pools, "")
+        try:
+            directory.describe(digest, record)
+        except OSError as error:
+            log.error(
+                "cannot write to %s (%s): what engine %s backs up will be lost with this daemon",
+                directory.path,
+                error.strerror,
+                group.instance,
+            )
 
     def layout(self, pool: messages.PoolSpec) -> HostLayout:
         """How a pool's slots lie in this daemon's chunks."""

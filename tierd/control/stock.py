@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierd.control.copiers import Copier, CopierState
 from tierd.memory.chunks import Chunk, ChunkStore
 from tierd.memory.limits import format_size
+from tierd.memory.persist import FoundChunk, PersistDirectory
 from tierd.wire import messages
+from tierd.wire.geometry import chunk_layout
 
 log = logging.getLogger("tierd.control")
 
@@ -180,12 +183,33 @@ class Stock:
         self.store.claimed_bytes += size * len(chunks)
         return chunks
 
+    def adopt(self, row: Sequence[FoundChunk], directory: PersistDirectory) -> list[Chunk]:
+        """Take in chunks that an earlier daemon has left, claimed already, one a shard.
+
+        Call only if the budget allows it (`ChunkStore.fits`).
+        """
+        chunks = []
+        shelves = list(self._shelves.values())
+        for shard, found in enumerate(row):
+            shelf = shelves[shard % len(shelves)]
+            chunk = self.store.adopt(partial(directory.adopt, found), found.size, shelf.device)
+            shelf.created_bytes += found.size
+            self.store.claimed_bytes += found.size
+            chunks.append(chunk)
+        return chunks
+
     def add(self, holder: Copier, chunk: Chunk) -> bool:
         """Have a copier pin a chunk, if it has not been told. Returns whether it has it."""
         self._holders[holder.device] = holder
         if chunk.number not in holder.chunks:
             holder.chunks[chunk.number] = False
-            add = messages.AddChunk(chunk=chunk.number, size=chunk.size, touch=self._touch)
+            host = chunk.unverified
+            add = messages.AddChunk(
+                chunk=chunk.number,
+                size=chunk.size,
+                touch=self._touch,
+                verify=None if host is None else chunk_layout(host),
+            )
             self._tell(holder, add, chunk.fd)
         return holder.chunks[chunk.number]
 
@@ -253,7 +277,12 @@ class Stock:
         left = self.store.created_bytes - self._going_bytes
         if left < self.store.budget_bytes:
             self.store.budget_bytes = left
-            log.error("%s; serving on with the %d MiB of host memory there are", error, left >> 20)
+            log.error(
+                "%s; serving on with the %d MiB of host memory there are. For more, free some (or "
+                "raise `ulimit -l`) and start the daemon again",
+                error,
+                left >> 20,
+            )
 
     def tick(self) -> None:
         """Call every now and then."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.policy import Slots
-from tierd.memory.source import ChunkSource
+from tierd.memory.source import ChunkFile, ChunkSource
 from tierd.wire import layout
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout
 
@@ -26,6 +26,8 @@ class Chunk:
 
     `number`: unique in this daemon's life. `home`: the device whose copier touches it first, so
     that it lies near that one. `headers`: of its slots, shape (slots,), once it is laid out.
+    `unverified`: how its slots lie, if an earlier daemon has left it and nobody has compared its
+    pages with their checksums yet.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Chunk:
     headers: npt.NDArray[np.void] = field(
         default_factory=lambda: np.empty(0, layout.SLOT_HEADER), repr=False
     )
+    unverified: HostLayout | None = None
 
     def lay_out(
         self,
@@ -54,20 +57,30 @@ class Chunk:
         """
         self.memory[: host.data_offset] = bytes(host.data_offset)
         header = layout.chunk_header(self.memory)
-        header["version"] = 1
+        header["version"] = layout.CHUNK_VERSION
         header["shard"] = shard
         header["world_size"] = shards
         header["slots"] = host.chunk_slots
         header["ordinal"] = ordinal
+        header["block_slots"] = host.block_slots
+        header["slot_bytes"] = host.slot_bytes
+        header["data_offset"] = host.data_offset
         header["namespace"] = namespace
         header["pool"] = pool.encode()
         header["magic"] = layout.CHUNK_MAGIC
         self.headers = layout.slot_headers(self.memory, host.chunk_slots)
 
+    def take_over(self, host: HostLayout, ordinal: int) -> None:
+        """It is as another daemon has laid it out; its place in the pool may be another one."""
+        layout.chunk_header(self.memory)["ordinal"] = ordinal
+        self.headers = layout.slot_headers(self.memory, host.chunk_slots)
+        self.unverified = host
+
     def wipe(self) -> None:
         """It belongs to nobody again."""
         if len(self.headers):
             layout.chunk_header(self.memory)["magic"] = 0
+            self.unverified = None
             self.headers = np.empty(0, layout.SLOT_HEADER)
 
     def close(self) -> None:
@@ -179,6 +192,17 @@ class ChunkStore:
             return None
         self._number += 1
         file = self._source.create(self._number, size)
+        memory = mmap.mmap(file.fd, size)
+        self._count(file.page_bytes, size)
+        return Chunk(self._number, size, file.page_bytes, home, file.fd, memory)
+
+    def adopt(self, open_file: Callable[[int], ChunkFile], size: int, home: str) -> Chunk:
+        """A chunk that is there already, within the budget.
+
+        Args: `open_file`: from the chunk's number to its file.
+        """
+        self._number += 1
+        file = open_file(self._number)
         memory = mmap.mmap(file.fd, size)
         self._count(file.page_bytes, size)
         return Chunk(self._number, size, file.page_bytes, home, file.fd, memory)

@@ -29,11 +29,10 @@ from pathlib import Path
 from tierd.memory.limits import format_size
 from tierd.memory.source import ChunkFile
 from tierd.wire.errors import ConfigError
+from tierd.wire.geometry import CHUNK_BYTES
 
 log = logging.getLogger("tierd.memory")
 
-PATIENCE_S = 30.0
-"""Copiers whose control has gone let their copies retire and unpin their chunks by themselves."""
 DEATH_S = 10.0
 LOOK_MS = 20
 MAX_RECORD_BYTES = 1 << 20
@@ -76,6 +75,11 @@ class PersistDirectory:
             self._check()
             self.page_bytes = self._page_bytes()
             """The unit of a file's size: huge pages on hugetlbfs."""
+            if self.page_bytes > CHUNK_BYTES:
+                raise ConfigError(
+                    f"--persist {path}: its huge pages are of {format_size(self.page_bytes)}; "
+                    f"mount a hugetlbfs with pages of {format_size(CHUNK_BYTES)} at most"
+                )
             if not _locked(self._fd):
                 raise ConfigError(
                     f"--persist {path}: another daemon keeps its pages there; stop it, or choose "
@@ -85,11 +89,12 @@ class PersistDirectory:
             self.close()
             raise
 
-    def take_over(self, patience_s: float = PATIENCE_S, death_s: float = DEATH_S) -> bool:
+    def take_over(self, patience_s: float, death_s: float = DEATH_S) -> bool:
         """Wait until no copier of an earlier daemon can write to the chunks, and let those of this
         one hold `copiers_lock`.
 
-        Who does not end by itself in `patience_s` is killed, and has `death_s` to die.
+        They let their copies retire and unpin their chunks once their control is gone. Who has not
+        ended in `patience_s` is killed, and has `death_s` to die.
 
         Returns: False: one could not be ended. Its chunks are no longer in the directory, and their
             memory is freed when it ends.
@@ -147,7 +152,7 @@ class PersistDirectory:
         """A chunk is of no use any more; its memory goes once nobody maps it."""
         self._remove(self._files.pop(number))
 
-    def adopt(self, number: int, found: FoundChunk) -> ChunkFile:
+    def adopt(self, found: FoundChunk, number: int) -> ChunkFile:
         """A chunk that was found has a number from now on."""
         self._files[number] = found.name
         return ChunkFile(found.fd, self.page_bytes)
@@ -286,6 +291,18 @@ def used_bytes(path: Path) -> int:
     return total
 
 
+def huge_page_bytes(path: Path) -> int:
+    """The page size of the hugetlbfs that a directory lies in, or would; 0 if it is none."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        kind, block = _file_system(fd)
+    finally:
+        os.close(fd)
+    return block if kind == _HUGETLBFS else 0
+
+
 def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +345,11 @@ def _wait_until_alone(lock: int, patience_s: float, death_s: float) -> bool:
         if _all_ended(lock, holders, patience_s):
             return True
         for pid, pidfd in _holders(lock).items():
-            log.warning("copier of the last daemon (pid %d) does not end; killing it", pid)
+            log.warning(
+                "copier of the last daemon (pid %d) does not end; killing it, so that nothing is "
+                "written late. Cached pages stay",
+                pid,
+            )
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)

@@ -16,6 +16,7 @@ from tierd.wire.errors import ProtocolError
 from tierd.wire.messages import (
     Allocation,
     BufferSpec,
+    ChunkLayout,
     HostPool,
     Name,
     OptionalName,
@@ -101,6 +102,16 @@ def placed_layout(row_bytes: Sequence[int], placed: HostPool) -> HostLayout:
 def shards(pool: PoolSpec, world_size: int) -> int:
     """How many shards each page of a pool has."""
     return 1 if pool.replicated else world_size
+
+
+def chunk_layout(host: HostLayout) -> ChunkLayout:
+    """A layout for the wire; `placed_layout` reads it."""
+    return ChunkLayout(
+        rows=list(host.rows),
+        block_slots=host.block_slots,
+        chunk_slots=host.chunk_slots,
+        data_offset=host.data_offset,
+    )
 
 
 def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) -> None:
