@@ -47,5 +47,9 @@ def test_the_command_prints_a_row_for_every_load() -> None:
     )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert [row["load"]["name"] for row in rows] == ["idle", "bursts", "turns", "bursts", "turns"]
+    assert [row["load"]["name"] for row in rows] == [
+        "idle",
+        "lookups alone",
+        *["bursts", "turns"] * 2,
+    ]
     assert all(row["pages_s"] > 0 for row in rows if row["load"]["rate"] != 0)

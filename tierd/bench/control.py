@@ -35,7 +35,8 @@ class Load:
     """One measurement's work.
 
     `rate`: pages a second that each rank offers; 0: nothing is offered, None: as many as are taken.
-    `item_pages`: of a backup. `full`: before it, the tier is filled.
+    `item_pages`: of a backup. `full`: before it, the tier is filled. `lookups`: chains are looked
+    up meanwhile.
     """
 
     name: str
@@ -43,15 +44,17 @@ class Load:
     rate: int | None
     item_pages: int
     full: bool = True
+    lookups: bool = True
 
 
 LOADS = [
-    Load("idle", 1, 0, 1, full=False),
+    Load("idle", 1, 0, 1, full=False, lookups=False),
+    Load("lookups alone", 1, 0, 1, full=False),
     Load("bursts", 1, 40_000, 8192),
     Load("turns", 1, 40_000, 64),
     Load("bursts", 1, None, 8192),
     Load("turns", 1, None, 64),
-    Load("idle", 2, 0, 1, full=False),
+    Load("idle", 2, 0, 1, full=False, lookups=False),
     Load("bursts", 2, 40_000, 8192),
     Load("turns", 2, 40_000, 64),
     Load("bursts", 2, None, 8192),
@@ -84,7 +87,7 @@ def measure(socket: Path, status: Status, load: Load, seconds: float) -> Result:
     try:
         if load.full:
             _offer(ranks, load.item_pages, None, lambda: _evictions(status()) > 0)
-        if not load.rate and load.rate is not None:
+        if not load.lookups:
             before = _usage(status())
             time.sleep(seconds)
             return _result(load, before, _usage(status()), 0, [])
@@ -92,7 +95,10 @@ def measure(socket: Path, status: Status, load: Load, seconds: float) -> Result:
             before = _usage(status())
             kept = ranks[0].kept
             until = time.monotonic() + seconds
-            _offer(ranks, load.item_pages, load.rate, lambda: time.monotonic() >= until)
+            if load.rate == 0:
+                time.sleep(seconds)
+            else:
+                _offer(ranks, load.item_pages, load.rate, lambda: time.monotonic() >= until)
             after = _usage(status())
             kept = ranks[0].kept - kept
         return _result(load, before, after, kept, lookups)
@@ -121,18 +127,17 @@ def as_table(results: Sequence[Result]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         load = result.load
-        idle = load.rate == 0
         table.add_row(
             load.name,
             str(load.world_size),
-            "" if idle else f"{load.item_pages:,}",
+            "" if load.rate == 0 else f"{load.item_pages:,}",
             "all it takes" if load.rate is None else f"{load.rate:,}",
             f"{result.pages_s:,.0f}",
             f"{result.evicted_s:,.0f}",
             f"{result.control_cores:.1%}",
             f"{result.copier_cores:.1%}",
             f"{result.wakeups_s:,.0f}",
-            *("" if idle else f"{us:,.0f} us" for us in _latencies(result)),
+            *(f"{us:,.0f} us" if load.lookups else "" for us in _latencies(result)),
         )
     return table
 

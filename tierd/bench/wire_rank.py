@@ -131,26 +131,33 @@ class WireRank:
 
         Raises: WireRankError: no answer.
         """
-        self._request += 1
         started = time.perf_counter()
-        self._say(messages.Lookup(request=self._request, epoch="", rid=rid, pools=[0], keys=keys))
-        reply = self._next(REPLY_TIMEOUT_S)
+        self.ask(rid, keys)
+        reply = self.answer(REPLY_TIMEOUT_S)
         took_s = time.perf_counter() - started
-        if not isinstance(reply, messages.LookupReply):
-            raise WireRankError(f"no answer to a lookup: {reply}")
+        if reply is None:
+            raise WireRankError("no answer to a lookup")
         self._say(messages.Cancel(rid=rid))
         return took_s, max(reply.lengths, default=0)
+
+    def ask(self, rid: str, keys: bytes) -> None:
+        """Send a lookup."""
+        self._request += 1
+        self._say(messages.Lookup(request=self._request, epoch="", rid=rid, pools=[0], keys=keys))
+
+    def answer(self, timeout_s: float) -> messages.LookupReply | None:
+        """The answer to a lookup; None: it has not come."""
+        while (message := self._next(timeout_s)) is not None:
+            if isinstance(message, messages.LookupReply):
+                return message
+            self._take(message)
+        return None
 
     def read(self, timeout_s: float) -> None:
         """Take the acks that are there; wait for the first one if there are none."""
         message = self._next(timeout_s)
         while message is not None:
-            if isinstance(message, messages.Acks):
-                for kept in message.results:
-                    pages = self._sizes[self._settled]
-                    self._settled += 1
-                    self.acked += pages
-                    self.kept += pages * kept
+            self._take(message)
             message = self._next(0.0)
 
     def close(self) -> None:
@@ -158,6 +165,16 @@ class WireRank:
         self._context.destroy(linger=0)
         for fd in self._fds:
             os.close(fd)
+
+    def _take(self, message: messages.ToClient) -> None:
+        if isinstance(message, messages.Error):
+            raise WireRankError(f"the daemon did not understand: {message.reason}")
+        if isinstance(message, messages.Acks):
+            for kept in message.results:
+                pages = self._sizes[self._settled]
+                self._settled += 1
+                self.acked += pages
+                self.kept += pages * kept
 
     def _say(self, message: messages.Message) -> None:
         self._dealer.send(codec.encode(message))

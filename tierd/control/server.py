@@ -8,6 +8,7 @@ one engine holds nobody back.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -155,6 +156,9 @@ class Control:
                     if all(self._can_serve(copier) for copier in self._state.copiers.values()):
                         on_ready()
                         announced = True
+                        # What has been made so far stays: a full collection would look at all
+                        # of it, and hold lookups up for ten milliseconds.
+                        gc.freeze()
 
     def _drain(self, now: float) -> int | None:
         """After a signal, the exit status once there is nothing left to wait for."""

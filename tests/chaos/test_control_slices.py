@@ -1,0 +1,110 @@
+"""A long prompt is taken in little by little: what others ask in between is answered in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from one_process import OneProcess
+
+from tierd.bench.wire_rank import WireRank
+from tierd.control.backup_desk import SLICE_STEPS
+from tierd.control.backups import STEP_PAGES
+from tierd.control.catalog import PagePool
+from tierd.wire import limits, messages
+
+LONG = 40 * STEP_PAGES
+TURNS = 10_000
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[OneProcess]:
+    daemon = OneProcess(tmp_path, devices=1)
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def rank(daemon: OneProcess) -> Iterator[WireRank]:
+    rank = WireRank(daemon.state.endpoint.path, "engine", 0, 1)
+    session = None
+    for _ in range(TURNS):
+        daemon.turn()
+        session = next(iter(daemon.state.sessions.values()), None)
+        if session is not None and session.welcomed:
+            break
+    rank.welcome()
+    yield rank
+    rank.close()
+
+
+def keys(name: int, pages: int) -> bytes:
+    return b"".join(
+        (name << 32 | n).to_bytes(limits.KEY_BYTES, "little") for n in range(1, pages + 1)
+    )
+
+
+def pool_of(daemon: OneProcess) -> PagePool:
+    (catalog,) = daemon.state.catalogs.values()
+    return catalog.pools["kv"]
+
+
+def back_up(daemon: OneProcess, rank: WireRank, name: int, pages: int) -> None:
+    rank.back_up(keys(name, pages), pages)
+    for _ in range(TURNS):
+        daemon.turn()
+        rank.read(0.0)
+        if not rank.in_flight:
+            break
+    assert rank.kept == rank.sent
+
+
+def test_a_turn_decides_no_more_than_a_slice(daemon: OneProcess, rank: WireRank) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool = pool_of(daemon)
+    rank.back_up(keys(2, LONG), LONG)
+    turns = 0
+    while rank.in_flight and turns < TURNS:
+        before = pool.arrivals
+        daemon.turn()
+        rank.read(0.0)
+        turns += 1
+        assert pool.arrivals - before <= SLICE_STEPS * STEP_PAGES
+    assert rank.kept == rank.sent
+    assert turns >= LONG // (SLICE_STEPS * STEP_PAGES)
+
+
+def test_a_lookup_is_answered_while_a_long_prompt_is_taken_in(
+    daemon: OneProcess, rank: WireRank
+) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool = pool_of(daemon)
+    begun = pool.arrivals
+    rank.back_up(keys(2, LONG), LONG)
+    while pool.arrivals == begun:
+        daemon.turn()
+    rank.ask("r", keys(1, 10))
+    reply = None
+    while reply is None and rank.in_flight:
+        daemon.turn()
+        reply = rank.answer(0.001)
+    assert reply is not None
+    assert max(reply.lengths) == 10
+    assert pool.arrivals - begun < LONG, "not after the last page of the prompt"
+
+
+def test_clearing_goes_on_between_lookups(daemon: OneProcess, rank: WireRank) -> None:
+    back_up(daemon, rank, 1, LONG)
+    pool = pool_of(daemon)
+    rank.lifeline.send(messages.ClearRequest(protocol=limits.PROTOCOL_VERSION))
+    for _ in range(TURNS):
+        before = pool.pages
+        daemon.turn()
+        assert before - pool.pages <= STEP_PAGES
+        if not pool.pages:
+            break
+    daemon.turn()
+    ((done, _),) = rank.lifeline.receive()
+    assert isinstance(done, messages.Done)
+    assert done.detail == {"pages": LONG}
