@@ -230,6 +230,14 @@ def test_drafts_that_tierd_does_not_know_are_refused() -> None:
         RefusedError, match=r"draft model's KV: it keeps more than a sliding window"
     ):
         walk(compressed(), mtp_draft_device_pools=(compressed(),))
+    for change, reason in (
+        ({"swa_uses_full_indices": True}, "in slots of its own"),
+        ({"swa_req_ring_size": 128}, "belongs to requests"),
+    ):
+        draft = compressed([0])
+        vars(draft).update(change)  # as the engine's configuration sets it
+        with pytest.raises(RefusedError, match=f"draft model's KV: it.* {reason}"):
+            walk(compressed(), mtp_draft_device_pools=(draft,))
     with pytest.raises(
         RefusedError, match="512 token slots in pages of 256, and the target's 1024"
     ):

@@ -90,17 +90,18 @@ def test_an_evicted_prefix_comes_back_byte_for_byte(
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
-@pytest.mark.parametrize("name", ["window", "window-by-token"])
+@pytest.mark.parametrize("name", ["window", "window-by-token", "compressed"])
 def test_a_window_lets_a_request_resume_wherever_one_is_whole(
     daemon: Daemon, open_engine: Open, name: str, core: str
 ) -> None:
     engine = open_kind(open_engine, name, core=core)
-    tokens = prompt(1, 128)
+    unit = max(16, engine.shape.page_tokens)
+    tokens = prompt(1, 8 * unit)
     engine.serve("first", tokens)
     engine.drain()
     evict_all(engine)
-    shorter = engine.serve("shorter", [*tokens[:80], *prompt(2, 20)])
-    assert (shorter.loaded, shorter.wrong) == (80, 0)
+    shorter = engine.serve("shorter", [*tokens[: 5 * unit], *prompt(2, 20)])
+    assert (shorter.loaded, shorter.wrong) == (5 * unit, 0)
     engine.drain()
 
 

@@ -29,6 +29,8 @@ from tierd_client.sglang.regions import (
     refuse_shape,
 )
 
+_KEYS = (DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool)
+
 
 def compressed_memory(kvcache: Any, page_tokens: int, slots: int) -> PoolMemory:
     """What a page of full attention consists of: compressed KV, then its indexer's keys.
@@ -52,7 +54,7 @@ def compressed_memory(kvcache: Any, page_tokens: int, slots: int) -> PoolMemory:
                 "would cut; set --page-size 256"
             )
         pool = kvcache.kv_pools[ratio]
-        _check_class(pool, DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool)
+        _check_class(pool, *_KEYS)
         parts = [(pool, pool.kv_buffer)]
         indexer = kvcache.index_pools.get(ratio)
         if indexer is not None:
@@ -127,8 +129,10 @@ def draft_memory(pool: Any, target: Any) -> PoolMemory:
     """
     if type(pool) is not DeepSeekV4TokenToKVPool:
         refuse_class(pool)
-    if pool.sources_by_ratio or pool.swa_kv_pool is None:
-        raise RefusedError("it keeps more than a sliding window, or keeps it by request")
+    if pool.sources_by_ratio or pool.swa_uses_full_indices:
+        raise RefusedError("it keeps more than a sliding window, or has it in slots of its own")
+    if pool.swa_req_ring_size is not None or pool.request_window is not None:
+        raise RefusedError("its sliding window belongs to requests, not to the tree")
     if (pool.swa_size, pool.swa_page_size) != (target.swa_size, target.swa_page_size):
         raise RefusedError(
             f"its window has {pool.swa_size} token slots in pages of {pool.swa_page_size}, and the "
@@ -140,7 +144,7 @@ def draft_memory(pool: Any, target: Any) -> PoolMemory:
 def _windows(kvcache: Any, pages: int) -> list[Region]:
     """The window's KV of every layer. On SM120 a page is several rows."""
     pool = kvcache.swa_kv_pool
-    _check_class(pool, DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool)
+    _check_class(pool, *_KEYS)
     check_backing(pool)
     rows = kvcache.swa_page_size // pool.page_size
     return [
