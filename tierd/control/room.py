@@ -306,8 +306,9 @@ class RoomKeeper:
         """Claim a row: usable at once if the stock has it pinned. False: not now."""
         # Each chunk lies near a copier that lives, if one does. One that is being started again is
         # told by `share` when it is back. What all of them share lies near each in turn.
-        ordinal = self._rows[id(pool)].next_ordinal()
-        turn = ordinal % len(sharers) if sharers and pool.shards == 1 else 0
+        turn = (
+            self._rows[id(pool)].next_ordinal % len(sharers) if sharers and pool.shards == 1 else 0
+        )
         order = sorted(
             (*sharers[turn:], *sharers[:turn]),
             key=lambda sharer: sharer[1].state is CopierState.DEAD,
@@ -322,8 +323,7 @@ class RoomKeeper:
         chunks = self.stock.acquire(found, pool.host.chunk_bytes)
         if chunks is None:
             return False
-        row = (id(pool), ordinal)
-        self._rows[id(pool)].rows[ordinal] = chunks
+        row = (id(pool), self._rows[id(pool)].add(chunks))
         self._places |= dict.fromkeys((chunk.number for chunk in chunks), row)
         waiting = {
             (holder.device, chunk.number)
@@ -366,7 +366,7 @@ class RoomKeeper:
         self._drop_row(row, self._broken.pop(row, set()))
 
     def _drop_row(self, row: Row, broken: Set[int] = frozenset()) -> None:
-        for chunk in self._rows[row[0]].rows.pop(row[1]):
+        for chunk in self._rows[row[0]].remove(row[1]):
             del self._places[chunk.number]
             self.stock.give_back(chunk, broken=chunk.number in broken)
 

@@ -6,6 +6,7 @@ control maps; the blocks after them are only ever touched by copiers.
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -99,13 +100,26 @@ class ChunkRows:
     def __init__(self, host: HostLayout) -> None:
         self._host = host
         self.rows: dict[int, list[Chunk]] = {}
+        # Rows below the highest that are not taken, a heap.
+        self._gaps: list[int] = []
 
+    @property
     def next_ordinal(self) -> int:
         """The lowest row that is not taken."""
-        ordinal = 0
-        while ordinal in self.rows:
-            ordinal += 1
+        return self._gaps[0] if self._gaps else len(self.rows)
+
+    def add(self, chunks: list[Chunk]) -> int:
+        """Take in the next row, a chunk a shard; returns its ordinal."""
+        ordinal = self.next_ordinal
+        if self._gaps:
+            heapq.heappop(self._gaps)
+        self.rows[ordinal] = chunks
         return ordinal
+
+    def remove(self, ordinal: int) -> list[Chunk]:
+        """Take a row out; its slots may not be used any more."""
+        heapq.heappush(self._gaps, ordinal)
+        return self.rows.pop(ordinal)
 
     def locate(
         self, slots: Slots, shard: int
