@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from operator import floordiv
 from typing import Literal, Protocol
 
 import numpy as np
@@ -146,20 +146,22 @@ def page_numbers(
 
     Raises: ValueError: more page numbers than the ring holds, or a page that is not whole.
     """
-    pages = 0
-    for t, tokens in zip(slots, page_tokens, strict=True):
-        whole, rest = divmod(t.shape[0], tokens)
-        if rest:
-            raise ValueError(f"{len(t)} slots are not whole pages of {tokens} tokens")
-        pages += whole
+    lengths = [t.shape[0] for t in slots]
+    for length, tokens in zip(lengths, page_tokens, strict=True):
+        if length % tokens:
+            raise ValueError(f"{length} slots are not whole pages of {tokens} tokens")
+    pages = sum(map(floordiv, lengths, page_tokens))
     if pages > ring_size:
         raise ValueError(f"{pages} page numbers; the ring holds {ring_size}")
-    for tokens, run in groupby(zip(slots, page_tokens, strict=True), key=itemgetter(1)):
+    first = 0
+    for tokens, run in groupby(page_tokens):
+        end = first + len(list(run))
         # Of whole pages, the first slots stay `tokens` apart when joined.
-        numbers = torch.cat([t for t, _ in run])
+        numbers = torch.cat(slots[first:end])
         if tokens > 1:
             numbers = numbers[::tokens] // tokens
         yield numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64)
+        first = end
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:

@@ -40,6 +40,10 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[str, _Lease] = {}
 
+    def __contains__(self, rid: str) -> bool:
+        """Has a request a lease, of whichever chain, that may have ended?"""
+        return rid in self._leases
+
     def recall(self, rid: str, chain: ChainId, now: float) -> list[int] | None:
         """The lengths that a request holds of this chain; None: ask."""
         lease = self._leases.get(rid)

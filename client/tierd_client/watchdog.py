@@ -76,6 +76,8 @@ class Watchdog:
         No restore may be started before: until then it could still be releasing waits on account
         of the processes before, and would let a stream read a layer that has not landed.
         """
+        if self._armed_serial == self._serial > 0 and not self._news.poll(0):
+            return True  # its end of the socket, which dies with it, has said nothing since
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while answer := self._socket.recv(_SERIAL.size):
                 (self._armed_serial,) = _SERIAL.unpack(answer)
@@ -102,6 +104,8 @@ class Watchdog:
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
+        self._news = select.poll()
+        self._news.register(self._socket, select.POLLIN)
         engine = os.pidfd_open(os.getpid())
         fds = (self._segment_fd, theirs.fileno(), engine)
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from tier_harness import Daemon, Engine, Shape, eventually, lifeline
+from tier_harness import Daemon, Engine, Shape, eventually, keys, lifeline
 
 from tierd.wire import limits
 from tierd.wire.messages import Register, Welcome
@@ -23,6 +23,24 @@ def test_a_miss_costs_no_message_and_a_hit_one(daemon: Daemon, engines: Engines)
     assert engine.back_up("a", 4)
     assert engine.lookup("a", 4) == 4
     assert daemon.status()["counters"]["lookups"] == 1
+
+
+class LookedAt(list[str]):
+    """Digits of keys, of which each may be looked at, but not all of them one after the other."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every key was looked at")
+
+
+def test_a_miss_and_a_leased_hit_cost_the_same_however_long_the_chain_is(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 4)
+    absent, present = ([key.hex() for key in keys(name, 32_768)] for name in ("never seen", "a"))
+    assert engine.client.lookup("r", LookedAt(absent)) == []
+    assert max(engine.client.lookup("r", present)) == 4
+    assert max(engine.client.lookup("r", LookedAt(present))) == 4
 
 
 def test_what_was_acked_is_never_missed(daemon2: Daemon, engines: Engines) -> None:

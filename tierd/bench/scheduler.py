@@ -49,7 +49,8 @@ def memory_line(memory: Mapping[str, int]) -> str:
     """What the client adds to the engine's process, in words."""
     mib = {name: value / 2**20 for name, value in memory.items()}
     return (
-        f"tierd's client in the engine's process: {mib['private_bytes']:.1f} MiB of its own, and "
+        f"tierd's client in the engine's process: {mib['private_bytes']:.1f} MiB of its own, "
+        f"{mib['code_bytes']:.1f} MiB of libraries that nothing else there has mapped, and "
         f"{mib['segment_bytes']:.1f} MiB shared with the daemon, of which "
         f"{mib['ring_bytes']:.1f} MiB are rings for page numbers"
     )

@@ -86,8 +86,8 @@ SCHEDULER_SERVE = {
     "host": ["--devices", "host:1", "--pool", "kv=0.2%", "--pool", "swa=0.2%"],
     "cuda": ["--pool", "kv=25%", "--pool", "swa=25%"],
 }
-"""Flags of the daemon. Its presence table has room for as many pages of 64 KiB as fit into its
-memory; the pools of the measurement have smaller ones, and get a smaller part of it."""
+"""Flags of the daemon. The pages get a small part of its memory, so that it evicts, as the others
+do."""
 
 app = typer.Typer(
     help="Measure what a tier costs, and what it keeps.",

@@ -377,26 +377,34 @@ def client_memory(device: str, socket: str) -> dict[str, int]:
     """What a process grows by when it gets a linker of tierd's, in bytes.
 
     Call before anything of the client is in use. Returns: `private_bytes`, the growth of its own
-    memory; `segment_bytes` that it shares with the daemon, of which the page numbers' rings are
-    `ring_bytes`.
+    memory that it has written to; `code_bytes`, that of files that it has mapped and nobody else
+    has, such as the CUDA bindings, which the kernel can drop; `segment_bytes` that it shares with
+    the daemon, of which the page numbers' rings are `ring_bytes`.
     """
     from tierd.wire.layout import SegmentSpec
 
     shape = EngineShape(device=device)
     with SchedulerTree("noop", shape, socket):
         pass
-    before = _private_bytes()
+    before = _memory()
     with SchedulerTree("tierd", shape, socket):
-        grown = _private_bytes() - before
+        after = _memory()
     spec = SegmentSpec()
-    rings = 8 * (spec.backup_ring + spec.restore_ring)
-    return {"private_bytes": grown, "segment_bytes": spec.nbytes, "ring_bytes": rings}
+    return {
+        "private_bytes": after["Private_Dirty"] - before["Private_Dirty"],
+        "code_bytes": after["Private_Clean"] - before["Private_Clean"],
+        "segment_bytes": spec.nbytes,
+        "ring_bytes": 8 * (spec.backup_ring + spec.restore_ring),
+    }
 
 
-def _private_bytes() -> int:
+def _memory() -> dict[str, int]:
+    """This process's own memory, in bytes: what it has written to, and what it has not."""
     with open("/proc/self/smaps_rollup") as rollup:
         fields = dict(line.split(":", 1) for line in rollup if ":" in line and "kB" in line)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("Private_Clean", "Private_Dirty"))
+    return {
+        name: int(fields[name].split()[0]) * 1024 for name in ("Private_Clean", "Private_Dirty")
+    }
 
 
 def machine(device: str) -> dict[str, Any]:
