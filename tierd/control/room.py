@@ -127,10 +127,9 @@ class RoomKeeper:
         """
         if not self._may_have(pool):
             return None
-        rows = self._rows[id(pool)].rows
-        ordinal = len(rows)
-        rows[ordinal] = self.stock.adopt(row, directory)
-        for chunk in rows[ordinal]:
+        chunks = self.stock.adopt(row, directory)
+        ordinal = self._rows[id(pool)].add(chunks)
+        for chunk in chunks:
             chunk.take_over(pool.host, ordinal)
             self._places[chunk.number] = (id(pool), ordinal)
         pool.add_chunk(ordinal)
