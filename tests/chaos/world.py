@@ -155,6 +155,7 @@ class World:
         self._count = engines
         self._names = itertools.count()
         self._descriptors: dict[tuple[int, int, int], int] = {}
+        self._pids: set[int] = set()
 
     def start(self) -> None:
         self.daemon.start()
@@ -167,6 +168,7 @@ class World:
         seed = self.rng.randrange(1 << 30)
         engine = Engine(self.daemon.socket, f"engine {number}", self.world_size, seed)
         self.engines.append(engine)
+        self._pids |= {process.pid for process in engine.processes}
         return engine
 
     def lose(self, engine: Engine) -> None:
@@ -259,6 +261,9 @@ class World:
         self.daemon.stop()
         assert all(is_dead(process.pid) for process in family)
         assert [file.name for file in self.directory.iterdir()] == ["daemon.log"]
+        ours = {f"_{pid}_" for pid in self._pids} | {f"_{process.pid}_" for process in family}
+        left = {file for file in shared_memory() if any(pid in file for pid in ours)}
+        assert not left, "files in /dev/shm"
 
     def abandon(self) -> None:
         """After a failure: leave no process behind, whatever state it is in."""
@@ -276,13 +281,11 @@ class World:
 def running_world(directory: Path, **options: Any) -> Iterator[World]:
     """A world at work. At the end nothing of it is left in /dev/shm or its directory."""
     directory.mkdir()
-    before = shared_memory()
     world = World(directory, **options)
     try:
         world.start()
         yield world
         world.stop()
-        assert shared_memory() <= before
     except BaseException:
         world.abandon()
         raise
@@ -450,9 +453,16 @@ def _moment(world: World) -> float:
 @fault
 def rank_stopped_then_continued(world: World) -> None:
     engine, rank = _wait_for_phase(world, world.rng.choice([Phase.BACKUP, Phase.RESTORE]))
-    for words in engine.words:  # the others wait for it, as in any group
-        words[Word.STOPS] += 1
-    _stop_for(world, [engine.processes[rank].pid], _moment(world))
+    pid = engine.processes[rank].pid
+    _count_stop(engine)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(_moment(world))
+    _count_stop(engine)  # what was called between the two above ends after this
+    os.kill(pid, signal.SIGCONT)
+
+
+def _count_stop(engine: Engine) -> None:
+    """What a rank times now says nothing; nor that of the others, who wait for it."""
     for words in engine.words:
         words[Word.STOPS] += 1
 
