@@ -72,7 +72,7 @@ def soak(
         def on_progress(line: Line) -> None:
             said = f"{line['backups']:,} backups, {line['lookups']:,} lookups"
             progress.update(task, completed=line["done"], description=said)
-            values = _look(fetch(socket), line["gpu_bytes"])
+            values = _look(fetch(socket), line["pid"], line["gpu_bytes"])
             at_s = time.monotonic() - started
             samples.append(bench.Sample(at_s, line["backups"], line["lookups"], values))
 
@@ -95,11 +95,10 @@ def soak(
     print_whole(bench.as_table(found))
 
 
-def _look(status: dict[str, Any], gpu_bytes: int) -> dict[tuple[str, str], float]:
-    """Every process of the daemon and of its engines, and what they share."""
-    pids = {"control": status["pid"]}
-    pids |= {f"copier {copier['device']}": copier["pid"] for copier in status["copiers"]}
-    pids |= {f"engine, rank {s['rank']}": s["pid"] for s in status["sessions"]}
+def _look(status: dict[str, Any], engine: int, gpu_bytes: int) -> dict[tuple[str, str], float]:
+    """Every process of the daemon, the engine, and what they share."""
+    pids = {"control": status["pid"], "engine": engine}
+    pids |= {f"copier {c['device']}": c["pid"] for c in status["copiers"] if c["pid"]}
     values = {(who, what): v for who, pid in pids.items() for what, v in bench.look(pid).items()}
     values["together", "host memory"] = status["memory"]["claimed_bytes"]
     values["together", "files in /dev/shm"] = len(os.listdir("/dev/shm"))

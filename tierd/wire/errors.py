@@ -15,8 +15,10 @@ class ProtocolError(TierdError):
     """
 
     def __init__(self, text: str) -> None:
-        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:REASON_CHARS])
-        super().__init__(line[:REASON_CHARS])
+        line = text[:REASON_CHARS]
+        if not line.isprintable():
+            line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)[:REASON_CHARS]
+        super().__init__(line)
 
 
 class RefusedError(TierdError):

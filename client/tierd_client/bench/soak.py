@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import struct
 import sys
 import time
@@ -44,6 +45,8 @@ class Counts:
     hits: int = 0
     restores: int = 0
     landed: int = 0
+    connections: int = 0
+    """More than one: it has lost the daemon on the way."""
 
 
 class Soak:
@@ -75,10 +78,14 @@ class Soak:
         self._pending: deque[int] = deque()
         self._recent: deque[int] = deque(maxlen=REMEMBERED)
         self._step = 0
+        self._was_connected = False
 
     def step(self) -> None:
         """One iteration: backups, a flush, acks, lookups, and now and then a restore."""
         self._step += 1
+        if self.client.connected is not self._was_connected:
+            self._was_connected = self.client.connected
+            self.counts.connections += self._was_connected
         if len(self._pending) + STEP_BACKUPS <= MAX_PENDING:
             self._offer()
         self.client.flush()
@@ -175,7 +182,7 @@ def main() -> None:
             report = now + REPORT_S
             gpu = _gpu_bytes() if options.device == "cuda" else 0
             done = (now - started) / (end - started)
-            _say(done=done, gpu_bytes=gpu, **asdict(soak.counts))
+            _say(done=done, pid=os.getpid(), gpu_bytes=gpu, **asdict(soak.counts))
     soak.settle()
     soak.client.close()
     _say(result=asdict(soak.counts))
