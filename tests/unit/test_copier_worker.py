@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -358,6 +359,34 @@ def test_the_ring_wraps(copier: Copier, ranks: Callable[[int], Rank]) -> None:
         assert copier.done(job).ok
         assert [rank.slot(chunk, n) for n in range(10)] == [rank.page(p) for p in pages]
     assert int(rank.segment.consumed[0]) == 90
+
+
+def test_page_numbers_that_change_while_they_are_checked_reach_no_other_memory(
+    copier: Copier, ranks: Callable[[int], Rank]
+) -> None:
+    copier.add_chunk(0)
+    rank = ranks(1)
+    copier.attach(rank)
+    over = threading.Event()
+
+    def change() -> None:
+        ring = rank.segment.backup_ring
+        while not over.is_set():
+            ring[:] = PAGES - 1
+            ring[:] = 1 << 40
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for job in range(200):
+            copier.say(rank.backup(job, [0] * 8, list(range(8))))
+            done = copier.done(job)
+            assert done.ok or "page number" in done.error
+    finally:
+        over.set()
+        changer.join()
+    copier.say(rank.backup(1000, [3], [3]))
+    assert copier.done(1000).ok, "it has survived them all"
 
 
 def test_a_rank_whose_words_never_come_holds_up_nobody(
