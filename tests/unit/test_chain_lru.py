@@ -266,7 +266,9 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in used:
             if parent[slot] != NO_PARENT:
                 assert int(parent[slot]) in used
-            assert children[slot] == sum(int(parent[other]) == slot for other in used)
+            following = [other for other in used if int(parent[other]) == slot]
+            assert children[slot] == len(following)
+            assert sorted(self.pool.policy.following(slot)) == sorted(following)
 
     def teardown(self) -> None:
         while self.holds:

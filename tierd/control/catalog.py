@@ -145,7 +145,7 @@ class PagePool:
         """
         ages = [(self.policy.recency(slice(*self._span(n))), n) for n in ordinals]
         for age, ordinal in sorted(ages)[:CHUNKS_TRIED]:
-            doomed = np.flatnonzero(self._doomed(ordinal))
+            doomed = np.array(list(self._doomed(ordinal)), np.int64)
             if not self._holds[doomed].any() and not (self._state[doomed] == WRITING).any():
                 return age, ordinal
         return None
@@ -155,18 +155,15 @@ class PagePool:
 
         Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
         """
-        if not self._state[slice(*self._span(ordinal))].any():
-            doomed = np.zeros(0, np.bool_)
-        else:
-            doomed = self._doomed(ordinal) & (self._state == COMMITTED)
+        doomed = self._doomed(ordinal)
         evicted = 0
         with self._dropping() as drop:
             parent, children = self.policy.parent, self.policy.children
-            for slot in np.flatnonzero(doomed).tolist():
+            for slot in sorted(doomed):
                 # From each leaf upwards: a page goes after everything that follows it.
                 run: list[int] = []
-                while slot != NO_PARENT and doomed[slot] and children[slot] == bool(run):
-                    doomed[slot] = False
+                while slot in doomed and children[slot] == bool(run):
+                    doomed.discard(slot)
                     run.append(slot)
                     slot = int(parent[slot])
                 if run:
@@ -416,7 +413,7 @@ class PagePool:
         """What comes after these pages, whose slots are about to be given up, waits for them; but
         for some that are given up too."""
         for slot in slots[self.policy.children[slots] > 0].tolist():
-            for child in np.flatnonzero(self.policy.parent == slot).tolist():
+            for child in self.policy.following(slot):
                 if child not in but:
                     self.policy.orphan(child)
                     self._wait_for(child, self._index.keys_of(np.array([slot])).blob)
@@ -429,16 +426,15 @@ class PagePool:
     def _span(self, ordinal: int) -> tuple[int, int]:
         return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots
 
-    def _doomed(self, ordinal: int) -> npt.NDArray[np.bool_]:
-        """Slots of a chunk and of every page that follows one of them. Shape: (slots,)."""
+    def _doomed(self, ordinal: int) -> set[int]:
+        """Slots with a page of a chunk, and of every page that follows one of them."""
         first, end = self._span(ordinal)
-        doomed = np.zeros(len(self._state), np.bool_)
-        doomed[first:end] = True
-        ancestor = self.policy.parent.copy()
-        # Doubling: after k rounds a page has looked 2**k links up.
-        while (linked := ancestor != NO_PARENT).any():
-            doomed[linked] |= doomed[ancestor[linked]]
-            ancestor[linked] = ancestor[ancestor[linked]]
+        doomed = set((np.flatnonzero(self._state[first:end] != FREE) + first).tolist())
+        left = [slot for slot in doomed if self.policy.children[slot]]
+        while left:
+            new = [slot for slot in self.policy.following(left.pop()) if slot not in doomed]
+            doomed.update(new)
+            left += new
         return doomed
 
     def _take(self, count: int) -> Slots:

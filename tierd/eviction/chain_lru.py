@@ -17,6 +17,7 @@ from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Slots
 
 _NEVER = 0
+_NONE = -1
 
 
 class ChainLru:
@@ -30,6 +31,11 @@ class ChainLru:
         self.children: npt.NDArray[np.int32] = column(np.int32, most)
         self._last_use: npt.NDArray[np.int64] = column(np.int64, most)
         self._present: npt.NDArray[np.bool_] = column(np.bool_, most)
+        # The first page that follows each page, and the pages beside it that follow the same one:
+        # what follows a page is found without a look at all.
+        self._child: npt.NDArray[np.int64] = column(np.int64, most)
+        self._next: npt.NDArray[np.int64] = column(np.int64, most)
+        self._previous: npt.NDArray[np.int64] = column(np.int64, most)
         # (last use when pushed, slot). An entry may be outdated; `evict` checks.
         self._leaves: list[tuple[int, int]] = []
 
@@ -38,29 +44,37 @@ class ChainLru:
         self.children = grown(self.children, capacity)
         self._last_use = grown(self._last_use, capacity)
         self._present = grown(self._present, capacity)
+        self._child = grown(self._child, capacity, _NONE)
+        self._next = grown(self._next, capacity, _NONE)
+        self._previous = grown(self._previous, capacity, _NONE)
 
     def insert(self, run: Slots, parent: int, now: int) -> None:
         first, last = int(run[0]), int(run[-1])
         self._present[run] = True
         self._last_use[run] = now
         self.parent[run[1:]] = run[:-1]
+        self._child[run[:-1]] = run[1:]
         self.children[run] = 1
-        self.parent[first] = parent
         self.children[last] = 0
         if parent != NO_PARENT:
-            self.children[parent] += 1
+            self._attach(first, parent)
         self._push(last)
 
+    def following(self, slot: int) -> list[int]:
+        found = []
+        child = self._child.item(slot)
+        while child != _NONE:
+            found.append(child)
+            child = self._next.item(child)
+        return found
+
     def link(self, slot: int, parent: int, now: int) -> None:
-        self.parent[slot] = parent
-        self.children[parent] += 1
+        self._attach(slot, parent)
         self._last_use[slot] = max(int(self._last_use[slot]), now)
 
     def orphan(self, slot: int) -> None:
-        parent = int(self.parent[slot])
-        if parent != NO_PARENT:
-            self.parent[slot] = NO_PARENT
-            self.children[parent] -= 1
+        if self.parent[slot] != NO_PARENT:
+            self._detach(slot)
         self._last_use[slot] = _NEVER
         self._push(slot)
 
@@ -70,12 +84,14 @@ class ChainLru:
     def remove(self, run: Slots) -> None:
         parent = int(self.parent[run[-1]])
         used = int(self._last_use[run].max())
+        if parent != NO_PARENT:
+            self._detach(int(run[-1]))
         self._present[run] = False
         self._last_use[run] = _NEVER
         self.parent[run] = NO_PARENT
         self.children[run] = 0
+        self._child[run] = _NONE
         if parent != NO_PARENT:
-            self.children[parent] -= 1
             self._last_use[parent] = max(int(self._last_use[parent]), used)
             if self.children[parent] == 0:
                 self._push(parent)
@@ -124,6 +140,28 @@ class ChainLru:
             run.append(above)
             above = parent(above)
         return run
+
+    def _attach(self, slot: int, parent: int) -> None:
+        beside = self._child.item(parent)
+        self._next[slot] = beside
+        if beside != _NONE:
+            self._previous[beside] = slot
+        self._child[parent] = slot
+        self.parent[slot] = parent
+        self.children[parent] += 1
+
+    def _detach(self, slot: int) -> None:
+        parent = self.parent.item(slot)
+        before, after = self._previous.item(slot), self._next.item(slot)
+        if before == _NONE:
+            self._child[parent] = after
+        else:
+            self._next[before] = after
+        if after != _NONE:
+            self._previous[after] = before
+        self._next[slot] = self._previous[slot] = _NONE
+        self.parent[slot] = NO_PARENT
+        self.children[parent] -= 1
 
     def _alike(self, slot: int, other: int) -> bool:
         """Does recency alone decide between these two?"""

@@ -34,6 +34,9 @@ class EvictionPolicy(Protocol):
         `now` 0: although the page before them is not here, so that they are worth nothing yet.
         """
 
+    def following(self, slot: int) -> list[int]:
+        """The pages that come directly after the one in `slot`."""
+
     def link(self, slot: int, parent: int, now: int) -> None:
         """The page in `slot` turns out to follow the one in `parent`."""
 

@@ -54,6 +54,9 @@ class WindowLru:
             self._order[slot] = self._inserted
             heapq.heappush(self._queue, (now, self._inserted, slot))
 
+    def following(self, slot: int) -> list[int]:
+        return []
+
     def link(self, slot: int, parent: int, now: int) -> None:
         """Chains mean nothing here."""
 
