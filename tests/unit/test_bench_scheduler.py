@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from tierd.bench.scheduler import as_table, machine_line
+from tierd.bench.scheduler_targets import as_targets_table
 
 
 def row(tier: str, metric: str, batch: int, p50_us: float, case: str = "FULL") -> dict[str, Any]:
     return {
         "case": case,
+        "keys": 1000,
+        "pools": 1,
         "tier": tier,
         "metric": metric,
         "batch": batch,
@@ -20,7 +25,7 @@ def row(tier: str, metric: str, batch: int, p50_us: float, case: str = "FULL") -
     }
 
 
-def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
+def lines(rows: list[dict[str, Any]], as_table: Callable[..., Table] = as_table) -> list[list[str]]:
     console = Console(width=200)
     with console.capture() as printed:
         console.print(as_table(rows))
@@ -61,3 +66,22 @@ def test_a_run_without_a_gpu_says_what_it_is_not() -> None:
     machine = {"cpus": 2, "gpu": None, "sglang": "0.5.23", "torch": "2.13.0", "python": "3.11.7"}
     assert "no GPU: a comparison on one machine, not a result" in machine_line(machine)
     assert "NVIDIA H200" in machine_line({**machine, "gpu": "NVIDIA H200"})
+
+
+def test_what_is_promised_stands_beside_what_was_measured() -> None:
+    rows = [
+        row("tierd", "offload", 0, 0.75),
+        row("tierd", "flush, the linker's part", 64, 400.0),
+        row("hicache", "flush, a step", 64, 3000.0),
+        row("tierd", "finish, a request", 64, 150.0),
+        row("noop", "finish, a request", 64, 145.0),
+        row("hicache", "finish, a request", 64, 600.0),
+        row("tierd", "lookup, first hit under load", 100, 70.0),
+        row("none", "match, miss", 100, 20.0),
+    ]
+    assert [line[1:] for line in lines(rows, as_targets_table)] == [
+        ["`offload()`, a node", "2", "0.8", "", ""],
+        ["flush of a step, one message", "300", "400.0", "", "3,000.0"],
+        ["finish path, a request", "155", "150.0", "145.0", "600.0"],
+        ["lookup of 100 pages, first hit under load, p99", "1,000", "700.0", "", ""],
+    ]

@@ -20,6 +20,7 @@ from rich import box
 from rich.table import Table
 
 from tierd.bench import scheduler as scheduler_report
+from tierd.bench import scheduler_targets
 from tierd.bench.replay import TIERS, Row, Size, rows
 from tierd.bench.traces import read_trace
 from tierd.bench.workloads import KINDS
@@ -201,6 +202,7 @@ def scheduler(
     for line in result["left_out"]:
         print(line)
     print_whole(scheduler_report.as_table(result["rows"]))
+    print_whole(scheduler_targets.as_targets_table(result["rows"]))
     print(scheduler_report.load_line(result["load"]))
     print(scheduler_report.memory_line(result["client_memory"]))
 

@@ -104,10 +104,16 @@ def cases(quick: bool, cores: Sequence[str] = CORES) -> list[Case]:
 
 
 class Row(NamedTuple):
-    """A distribution. `batch`: requests that finish in the step, or pages of the lookup; 0 where
-    there is neither."""
+    """A distribution.
+
+    Attributes:
+        keys, pools: Pages of a step in which most requests finish, and the pools that have each.
+        batch: Requests that finish in the step, or pages of the lookup; 0 where there is neither.
+    """
 
     case: str
+    keys: int
+    pools: int
     tier: str
     metric: str
     batch: int
@@ -174,6 +180,8 @@ class Bench:
                 found.append(
                     Row(
                         self.case.name,
+                        max(STEPS) * self.case.pages,
+                        2 if self.case.window else 1,
                         tier,
                         metric,
                         batch,
