@@ -25,6 +25,12 @@ def main() -> None:
             eventually(lambda: (client.flush(), client.acks())[1], "the next ack")
         elif what == "lookup":
             answer = max(client.lookup(name, b"".join(names)), default=0)
+        elif what == "restore":
+            pages.wipe(range(count))
+            landed = client.restore({name: [pages.named(names, range(count))]}).finish()
+            answer = landed and pages.wrong(names, range(count)) == 0
+        elif what == "reconnect":
+            eventually(lambda: client.flush() or client.connected, "it is connected", 2.0)
         print(json.dumps(answer), flush=True)
 
 

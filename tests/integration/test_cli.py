@@ -256,6 +256,12 @@ def test_a_service_manager_is_told_when_engines_can_connect(tmp_path: Path) -> N
         with daemon_on(tmp_path / "tierd.sock", NOTIFY_SOCKET=str(address)) as daemon:
             assert manager.recv(64) == b"READY=1"
             assert daemon.tierd("status").returncode == 0
+            assert manager.recv(64) == b"WATCHDOG=1", "its loop goes round"
+            daemon.process.terminate()
+            words = [manager.recv(64)]
+            while words[-1] == b"WATCHDOG=1":
+                words.append(manager.recv(64))
+            assert words[-1] == b"STOPPING=1"
 
 
 @pytest.mark.parametrize("command", ["status", "clear", "pause", "resume"])

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tier_harness import Daemon, Engine, Shape, eventually, is_dead, keys, running, shared_memory
+from tier_harness import (
+    Daemon,
+    Engine,
+    RankProcess,
+    Shape,
+    eventually,
+    is_dead,
+    keys,
+    running,
+    shared_memory,
+)
 
 from tierd.wire import geometry, layout
 
@@ -188,7 +198,7 @@ NONSENSE = {
     "version": "of layout version",
     "namespace": "nothing says of which namespace",
     "slots": "lie in another way",
-    "magic": "were not in use",
+    "magic": "that nobody had used",
     "world_size": "a shard that their namespace does not have",
     "pool": "has no such pool",
 }
@@ -278,16 +288,20 @@ def test_without_persist_a_new_daemon_starts_empty_and_leaves_no_file(
         assert engine.lookup("a", 4) == 0
 
 
-def test_an_engine_is_upgraded_under_a_running_daemon(lasting: Daemon, engines: Engines) -> None:
-    old = engines(lasting.socket, instance="old")
-    assert old.back_up("a", 6)
-    new = engines(lasting.socket, instance="new")
-    assert new.restored("a", 6)
+def test_engine_and_daemon_are_upgraded_one_under_the_other(lasting: Daemon) -> None:
+    old = RankProcess(lasting.socket, instance="old")
+    old.do("offer", "a", 6)
+    old.do("ack", "a")
+    assert old.do("restore", "a", 6)
+    new = RankProcess(lasting.socket, instance="new")
     old.close()
-    eventually(lambda: len(lasting.status()["sessions"]) == 1, "the old one is gone")
-    assert new.restored("a", 6)
-    assert new.back_up("a", 8, first=6)
-    assert new.restored("a", 8)
+    assert new.do("restore", "a", 6), "a new engine under the same daemon"
+    lasting.stop()
+    lasting.start()
+    new.do("reconnect", "")
+    eventually(lambda: new.do("lookup", "a", 6) == 6, "memory is pinned")
+    assert new.do("restore", "a", 6), "a new daemon under the same engine"
+    new.close()
 
 
 @pytest.mark.slow

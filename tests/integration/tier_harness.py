@@ -424,7 +424,7 @@ class RankProcess:
         return self.process.pid
 
     def do(self, what: str, name: str, pages: int = 0) -> Any:
-        """What the rank answers to "offer", "ack" or "lookup"."""
+        """What the rank answers to "offer", "ack", "lookup", "restore" or "reconnect"."""
         assert self.process.stdin is not None
         print(json.dumps([what, name, pages]), file=self.process.stdin, flush=True)
         return self._answer()

@@ -26,6 +26,9 @@ from tierd.wire.geometry import HostLayout, NamespaceRecord, host_layout, read_n
 
 log = logging.getLogger("tierd.control")
 
+NOT_IN_USE = "they were not in use"
+"""No loss: a daemon that was killed has left what it had made ahead of use."""
+
 Headers = npt.NDArray[np.void]
 """Slot headers of a chunk, copied out of it. Shape: (slots,), dtype `layout.SLOT_HEADER`."""
 
@@ -76,9 +79,7 @@ def recover(state: State, directory: PersistDirectory) -> None:
         spec = found.pools[digest, name]
         catalog = state.catalogs.get(digest)
         if catalog is None:
-            catalog = Catalog(
-                digest, found.worlds[digest], private=False, presence=state.presence.table
-            )
+            catalog = Catalog(digest, found.worlds[digest], private=False, presence=state.presence)
             state.catalogs[digest] = catalog
         state.room.open_pool(
             catalog, name, spec.page_tokens, spec.host, spec.window, shards=spec.shards
@@ -139,7 +140,7 @@ def _read_claim(
         raise ProtocolError("they are cut short")
     header = np.frombuffer(data, layout.CHUNK_HEADER)[0]
     if header["magic"] != layout.CHUNK_MAGIC:
-        raise ProtocolError("they were not in use")
+        raise ProtocolError(NOT_IN_USE)
     if header["version"] != layout.CHUNK_VERSION:
         raise ProtocolError(f"they are of layout version {header['version']}, not of ours")
     digest = bytes(header["namespace"])
@@ -255,5 +256,8 @@ def _report(state: State, directory: PersistDirectory, pages: int, rejected: Cou
             len(state.catalogs),
             directory.path,
         )
+    unused = rejected.pop(NOT_IN_USE, 0)
+    if unused:
+        log.info("gave back %d chunks in %s that nobody had used", unused, directory.path)
     for reason, count in sorted(rejected.items()):
         log.warning("dropped %d chunks in %s: %s", count, directory.path, reason)

@@ -114,6 +114,7 @@ class Control:
         self._started = time.monotonic()
         self._state = state
         self._notify = notify
+        self._announced = False
         self._next_notice = 0.0
         self._longest_turn_s = 0.0
         self._signals: list[str] = []
@@ -133,7 +134,6 @@ class Control:
         with self._signal_handlers():
             for copier in self._state.copiers.values():
                 copier.start(time.monotonic())
-            announced = False
             more = False
             while True:
                 ready = self._wait(0.0 if more else TICK_S if self._is_busy() else IDLE_S)
@@ -142,7 +142,7 @@ class Control:
                 if ended is not None:
                     return ended
                 more = self.turn(now, ready)
-                if not announced:
+                if not self._announced:
                     dead = [c for c in self._state.copiers.values() if c.state is CopierState.DEAD]
                     if dead:
                         log.error(
@@ -155,7 +155,7 @@ class Control:
                         return EXIT_FAILED
                     if all(self._can_serve(copier) for copier in self._state.copiers.values()):
                         on_ready()
-                        announced = True
+                        self._announced = True
                         # What has been made so far stays: a full collection would look at all
                         # of it, and hold lookups up for ten milliseconds.
                         gc.freeze()
@@ -547,7 +547,7 @@ class Control:
                     late,
                 )
                 copier.end()
-        if now >= self._next_notice:
+        if self._announced and now >= self._next_notice:
             self._next_notice = now + NOTIFY_S
             self._notify("WATCHDOG=1")
         self._state.drop_private()
