@@ -30,17 +30,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-seed", type=int, default=1, help="another seed, other moments")
 
 
-def option(config: pytest.Config, name: str, default: int) -> int:
-    """An option of ours, also where this file was loaded too late to declare it."""
-    value: int = config.getoption(name, default=default)
-    return value
+@pytest.fixture
+def cycles(request: pytest.FixtureRequest) -> int:
+    return _option(request, "--cycles", 100)
 
 
 @pytest.fixture
-def cycles(request: pytest.FixtureRequest) -> int:
-    return option(request.config, "--cycles", 100)
+def messages(request: pytest.FixtureRequest) -> int:
+    return _option(request, "--messages", 1_000_000)
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    return option(request.config, "--chaos-seed", 1)
+    return _option(request, "--chaos-seed", 1)
+
+
+def _option(request: pytest.FixtureRequest, name: str, default: int) -> int:
+    """An option of ours, also where this file was loaded too late to declare it."""
+    value: int = request.config.getoption(name, default=default)
+    return value

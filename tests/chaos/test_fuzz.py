@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from conftest import option
 from fuzz import fuzz
 from fuzz_targets import TARGETS
 
@@ -17,7 +16,5 @@ def test_a_few_messages_that_almost_make_sense(name: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", TARGETS)
-def test_many_messages_that_almost_make_sense(
-    name: str, seed: int, request: pytest.FixtureRequest
-) -> None:
-    fuzz(name, option(request.config, "--messages", 1_000_000), seed, report=True)
+def test_many_messages_that_almost_make_sense(name: str, seed: int, messages: int) -> None:
+    fuzz(name, messages, seed, report=True)
