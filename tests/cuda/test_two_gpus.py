@@ -50,8 +50,15 @@ class Ranks:
         script = str(Path(__file__).parent / "group_rank.py")
         self.processes = [
             subprocess.Popen(
-                [sys.executable, script, str(socket), str(rank), str(world_size), str(PAGES)]
-                + list(options),
+                [
+                    sys.executable,
+                    script,
+                    str(socket),
+                    str(rank),
+                    str(world_size),
+                    str(PAGES),
+                    *options,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
