@@ -49,12 +49,16 @@ class Restore:
         self._daemon_lost = daemon_lost
         self._abandon = abandon
         self._timeout_s = timeout_s
+        self._started = time.monotonic()
         self._landed: bool | None = None
 
     def wait_layer(self, layer: int) -> None:
         """Let nothing that follows read a layer before it has landed, or the restore has failed.
 
-        On CUDA the current stream waits and the caller does not.
+        On CUDA the current stream waits and the caller does not; elsewhere the caller does, as
+        long as it would wait for the verdict.
+
+        Raises: WritesCannotBeStoppedError: as `finish`.
         """
         if self._landed is None:
             self._device.wait_layer(self._entry, layer, self._generation, self._must_not_wait)
@@ -86,7 +90,14 @@ class Restore:
         return self._segment.get_verdict(self._entry, self._generation)
 
     def _must_not_wait(self) -> bool:
-        return self._verdict() != PENDING or (self._daemon_lost() and self._copier.is_dead())
+        if self._landed is None and time.monotonic() - self._started > self._timeout_s:
+            # Whoever reads the layer now must not be told later that it has landed meanwhile.
+            self._landed = self._end_copier(0.0)
+        return (
+            self._landed is not None
+            or self._verdict() != PENDING
+            or (self._daemon_lost() and self._copier.is_dead())
+        )
 
     def _await_verdict(self) -> bool:
         start = time.monotonic()

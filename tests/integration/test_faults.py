@@ -244,6 +244,23 @@ def test_a_restore_that_hangs_is_reported_only_when_its_copier_is_dead(
         assert engine.restored("a", 4)
 
 
+def test_a_layer_is_waited_for_no_longer_than_the_verdict_although_all_have_stopped(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, verdict_timeout_s=0.3)
+    assert engine.back_up("a", 4)
+    copier = daemon.copier_pid()
+    for process in daemon.family():
+        process.suspend()
+    (restore,) = engine.start_restore("a", 4)
+    restore.wait_layer(1)
+    assert is_dead(copier), "it could still have written the layer"
+    assert not restore.finish()
+    os.kill(daemon.pid, signal.SIGCONT)
+    back(daemon, engine)
+    eventually(lambda: engine.restored("a", 4), "restores land again")
+
+
 # --- control ----------------------------------------------------------------------------------
 
 
