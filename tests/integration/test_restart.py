@@ -85,7 +85,9 @@ def test_pages_are_there_before_any_engine_comes(lasting: Daemon, engines: Engin
     lasting.start()
     (pool,) = lasting.status()["pools"]
     assert (pool["pool"], pool["pages"], pool["page_tokens"]) == ("kv", 6, 4)
-    assert engines(lasting.socket, instance="another").restored("a", 6)
+    another = engines(lasting.socket, instance="another")
+    eventually(lambda: another.lookup("a", 6) == 6, "its copier has pinned the old chunks")
+    assert another.restored("a", 6)
     assert engines(lasting.socket, namespace={"model": "other"}, instance="o").lookup("a", 6) == 0
 
 
@@ -111,21 +113,22 @@ def test_what_was_under_way_is_dropped_and_can_come_again(
 
 
 def test_a_stopped_copier_of_the_last_daemon_never_writes_into_what_the_next_one_has(
-    tmp_path: Path, pages: Path, engines: Engines
+    tmp_path: Path, lasting: Daemon, pages: Path, engines: Engines
 ) -> None:
-    with running(tmp_path / "run", persist=pages, patience=0.1) as daemon:
-        engine = engines(daemon.socket)
-        eventually(lambda: engine.back_up("a", 4), "memory is pinned")
-        os.kill(daemon.copier_pid(), signal.SIGSTOP)
-        engine.offer("late", 4, at=8)
-        engine.step()
-        eventually(lambda: daemon.status()["queue"]["backup_pages"] == 4, "it is under way")
-        (copier,) = daemon.kill()
-        assert not is_dead(copier.pid)
-        eventually(lambda: not engine.connected(), "the engine notices")
-        restarted(daemon, engine)
+    engine = engines(lasting.socket)
+    assert engine.back_up("a", 4)
+    os.kill(lasting.copier_pid(), signal.SIGSTOP)
+    engine.offer("late", 4, at=8)
+    engine.step()
+    eventually(lambda: lasting.status()["queue"]["backup_pages"] == 4, "it is under way")
+    (copier,) = lasting.kill()
+    assert not is_dead(copier.pid)
+    eventually(lambda: not engine.connected(), "the engine notices")
+    with running(tmp_path / "run", persist=pages, patience=0.2) as daemon:
         assert is_dead(copier.pid), "it could still have written"
         assert f"copier of the last daemon (pid {copier.pid}) does not end" in daemon.log
+        eventually(engine.connected, "the new daemon is used", timeout_s=2.0)
+        eventually(lambda: engine.lookup("a", 4) == 4, "its copier has pinned the old chunks")
         assert engine.restored("a", 4)
         assert engine.lookup("late", 4) == 0
 
@@ -185,7 +188,9 @@ def test_pages_of_an_epoch_of_one_engine_alone_are_not_taken_over(
     restarted(lasting, engine)
     assert engine.lookup("mine", 4) == 0
     assert "those of an epoch of one engine alone" in lasting.log
-    assert engines(lasting.socket, instance="other").restored("a", 4)
+    other = engines(lasting.socket, instance="other")
+    eventually(lambda: other.lookup("a", 4) == 4, "its copier has pinned the old chunks")
+    assert other.restored("a", 4)
 
 
 def overwrite(file: Path, offset: int, value: bytes) -> None:
