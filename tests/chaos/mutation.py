@@ -7,7 +7,8 @@ the first check and is refused, or not, by a later one. Some is then damaged as 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -37,7 +38,13 @@ class Mutator:
         rng = self._rng
         value = _copy(template)
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
-            value = self._somewhere(value, donors)
+            kind = rng.random()
+            if kind < 0.4:
+                self._leaf(value, donors)
+            elif kind < 0.5:
+                self._shift(value)
+            else:
+                value = self._somewhere(value, donors)
         data = msgspec.msgpack.encode(value)
         return self.damage(data) if rng.random() < 0.1 else data
 
@@ -64,6 +71,29 @@ class Mutator:
             else:
                 del spoilt[at:]
         return bytes(spoilt)
+
+    def _leaf(self, value: Any, donors: Sequence[Any]) -> None:
+        """Change a number, a text or a blob, each as likely as any other."""
+        leaves = list(_leaves(value)) if isinstance(value, dict | list) else []
+        if leaves:
+            holder, place = self._rng.choice(leaves)
+            holder[place] = self._change(holder[place], donors)
+
+    def _shift(self, value: Any) -> None:
+        """Take something from a number and add it to the one that stands in its place in the next
+        row: the sum stays, and what depends on it."""
+        rows = [
+            (row, following, column)
+            for table in _lists(value)
+            for row, following in pairwise(table)
+            if isinstance(row, list) and isinstance(following, list)
+            for column in range(min(len(row), len(following)))
+            if type(row[column]) is int and type(following[column]) is int
+        ]
+        if rows:
+            row, following, column = self._rng.choice(rows)
+            row[column] -= 1
+            following[column] += 1
 
     def _somewhere(self, value: Any, donors: Sequence[Any]) -> Any:
         """Change one value, anywhere in a tree of them."""
@@ -126,6 +156,24 @@ class Mutator:
             lambda: _copy(rng.choice(donors)) if donors else None,
         ]
         return rng.choice(makers)()
+
+
+def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(holder, place) of every value that holds no others."""
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    for place, each in places:
+        if isinstance(each, dict | list):
+            yield from _leaves(each)
+        else:
+            yield value, place
+
+
+def _lists(value: Any) -> Iterator[list[Any]]:
+    if isinstance(value, list):
+        yield value
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _lists(each)
 
 
 def _nest(depth: int) -> Any:
