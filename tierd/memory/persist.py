@@ -33,7 +33,9 @@ from tierd.wire.geometry import CHUNK_BYTES
 
 log = logging.getLogger("tierd.memory")
 
-DEATH_S = 10.0
+DEATH_S = 120.0
+"""A killed process is gone once the driver has unpinned all that it had. That is worth the wait:
+without its end nothing of the cache can be used."""
 LOOK_MS = 20
 MAX_RECORD_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
