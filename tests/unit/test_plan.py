@@ -320,10 +320,10 @@ def test_an_arena_needs_at_most_two_boxes_a_page(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["an allocation a layer", "K and V by turns"])
 def test_wide_rows_are_restored_one_by_one(shape: str) -> None:
-    planned = plan_of(shape, layers=36, pages=7000, row=65536, by_layer=True)
+    planned = plan_of(shape, layers=36, pages=7000, row=98304, by_layer=True)
     batch = planned.batch(planned.group(0, 36), some_runs(planned, [5], [9]), Direction.RESTORE)
     assert len(batch.boxes) == 0
-    assert batch.rows["width"].tolist() == [65536] * 72
+    assert batch.rows["width"].tolist() == [98304] * 72
 
 
 @pytest.mark.parametrize("row", [2048, 131072])

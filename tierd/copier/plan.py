@@ -62,9 +62,9 @@ one row of the 1D call 0.43 us (README)."""
 NARROW_ROW_BYTES = 32 << 10
 """Host-to-device rows below this never go through the 1D batch call: measured at 2 KiB, it slows
 the engine by a third."""
-WIDE_ROW_BYTES = 64 << 10
-"""Host-to-device rows of this and more always do: it carries a row a microsecond, so that the link
-sets the pace, and rows, unlike boxes, can be cut into layer groups for nothing."""
+WIDE_ROW_BYTES = 96 << 10
+"""Host-to-device rows of this and more always do: it carries about a row a microsecond, so that the
+link sets the pace, and rows, unlike boxes, can be cut into layer groups for nothing."""
 
 PIECE_BYTES = 64 << 20
 PIECE_BOXES = 1024
