@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,7 @@ SIZE = 2 * PAGES * STRIDE
 CANARY = 0xA5
 TICKET = 1
 CHAINS = 60
+PATIENCE_S = 30.0
 
 
 def key(chain: int, page: int) -> bytes:
@@ -155,14 +157,15 @@ class FuzzRank:
                     heard.append(codec.TO_CLIENT.decode(self._dealer.recv(zmq.NOBLOCK)))
         return heard
 
-    def await_reply(self, kind: type[Any], turns: int = 20000) -> Any:
-        for _ in range(turns):
+    def await_reply(self, kind: type[Any]) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             self._daemon.turn()
             for reply in self.hear():
                 assert not isinstance(reply, messages.Error), reply.reason
                 if isinstance(reply, kind):
                     return reply
-        raise AssertionError(f"no {kind.__name__} came")
+        raise AssertionError(f"no {kind.__name__} came; {self._daemon.describe()}")
 
     def canaries_sing(self) -> bool:
         """Is everything between the rows as it was?"""
@@ -393,7 +396,8 @@ class HonestEngine:
             keys=self._keys() * 2,
         )
         rank.say(msgspec.msgpack.encode(message))
-        for _ in range(20000):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             self._daemon.turn()
             verdict = rank.segment.get_verdict(0, self._rounds)
             if verdict:

@@ -89,7 +89,7 @@ class Mutator:
             if isinstance(row, list) and isinstance(following, list)
             for column in range(min(len(row), len(following)))
             if type(row[column]) is int and type(following[column]) is int
-            if -(2**62) < row[column] and following[column] < 2**62
+            if row[column] > -(2**62) and following[column] < 2**62
         ]
         if rows:
             row, following, column = self._rng.choice(rows)

@@ -171,6 +171,20 @@ class OneProcess:
                 assert pool.capacity - pool.free_slots == pool.pages
         assert not len(self.state.writers)
 
+    def describe(self) -> str:
+        """What is under way, for whoever waits in vain."""
+        groups = {
+            name: (
+                group.sequencer.waiting if group.sequencer else None,
+                len(group.backups) if group.backups else None,
+                len(group.heals),
+                group.serving,
+            )
+            for name, group in self.state.groups.items()
+        }
+        jobs = {copier.device: len(copier.jobs) for copier in self.copiers}
+        return f"groups (waiting, undecided, heals, serving) {groups}, jobs {jobs}"
+
     def close(self) -> None:
         self.control.close()
 
