@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import zmq
 from fuzz_ranks import FuzzGroup, FuzzRank, HonestEngine, plain
-from mutation import EDGES, TEXTS, Mutator
+from mutation import EDGES, TEXTS, Mutator, is_shallow
 from one_process import Bounds, OneProcess
 from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 
@@ -491,7 +491,7 @@ class Daemon:
         for data in said:
             with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
                 value = msgspec.msgpack.decode(data)
-                if isinstance(value, dict) and len(group.corpus) < 2000:
+                if isinstance(value, dict) and len(group.corpus) < 2000 and is_shallow(value):
                     group.corpus.append(value)
 
     def _stranger(self) -> int:

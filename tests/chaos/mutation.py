@@ -20,6 +20,7 @@ EDGES = [
 ]
 """Integers that msgpack can carry, at which something ends."""
 TEXTS = ["", "a", "\0", "x" * 256, "x" * 257, "x" * 5000, "host:0", "GPU-0", "é" * 300, "../.."]
+SHALLOW = 20
 BLOB_SIZES = [0, 1, 7, 8, 31, 32, 33, 63, 64, 65, 4096]
 
 
@@ -157,6 +158,19 @@ class Mutator:
             lambda: _copy(rng.choice(donors)) if donors else None,
         ]
         return rng.choice(makers)()
+
+
+def is_shallow(value: Any) -> bool:
+    """Is this nested so little that it can be changed by functions that call themselves?"""
+    here = [value]
+    for _ in range(SHALLOW):
+        here = [
+            inner
+            for each in here
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return not here
 
 
 def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
