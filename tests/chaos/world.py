@@ -39,6 +39,8 @@ PATIENCE = 0.2
 """The daemon's deadlines, so many times as long as usual."""
 BLOCKED_S = 5.0 + VERDICT_TIMEOUT_S
 """A restore's verdict is waited for so long at most: its own time, then the copier's to finish."""
+SPARE_DESCRIPTORS = 8
+"""Control has some for moments: a connection that is answered, a copier that is started."""
 LOADED_S = 2.0
 """What a machine with other things to do may add to a bounded wait."""
 
@@ -246,7 +248,7 @@ class World:
         # The same daemon with as many ranks and chunks has as many descriptors as the last time.
         now = len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
         usual = self._descriptors.setdefault((self.daemon.pid, len(wanted), chunks), now)
-        return now <= usual
+        return now <= usual + SPARE_DESCRIPTORS
 
     def stop(self) -> None:
         """End all, and look at what is left."""
