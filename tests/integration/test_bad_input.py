@@ -217,10 +217,18 @@ def test_another_protocol_is_told_which_end_to_upgrade(
     ("payload", "words"),
     [
         (msgspec.msgpack.encode({"op": "dance", "protocol": limits.PROTOCOL_VERSION}), "dance"),
-        (msgspec.msgpack.encode({"op": "status", "protocol": 1})[:-3], "not a valid message"),
+        (
+            msgspec.msgpack.encode({"op": "status", "protocol": limits.PROTOCOL_VERSION})[:-3],
+            "not a valid message",
+        ),
         (b"GET / HTTP/1.1\r\n\r\n", "not a valid message"),
         (b"", "not a valid message"),
-        (msgspec.msgpack.encode({"op": "pause", "protocol": 1, "paused": "yes"}), "paused"),
+        (
+            msgspec.msgpack.encode(
+                {"op": "pause", "protocol": limits.PROTOCOL_VERSION, "paused": "yes"}
+            ),
+            "paused",
+        ),
     ],
     ids=["unknown op", "cut short", "http", "empty", "wrong type"],
 )

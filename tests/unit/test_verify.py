@@ -100,7 +100,7 @@ def test_slots_without_a_page_are_not_looked_at() -> None:
 )
 def test_the_mode_says_which_pages_get_one(mode: str, chosen: Callable[[int], bool]) -> None:
     memory, verifier = Memory([1000]), Verifier(mode)
-    slots = list(range(1, 200))
+    slots = list(range(1, memory.host.chunk_slots))
     seal(verifier, memory, slots)
     sealed = np.flatnonzero(memory.headers["flags"] & layout.HAS_CHECKSUM).tolist()
     assert sealed == [slot for slot in slots if chosen(slot)]

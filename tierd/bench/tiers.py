@@ -34,9 +34,10 @@ class ChainTier:
 
     def __init__(self, pages: int, policy: EvictionPolicy) -> None:
         layout = HostLayout((1,), (0,), 1, 1, pages, pages, 0)
-        self._headers = _Headers()
-        self._pool = PagePool("kv", 1, layout, 1, self._headers)
+        self._dropped: Chain = []
+        self._pool = PagePool("kv", 1, layout, 1, _NoHeaders())
         self._pool.policy = policy
+        self._pool.on_drop = self._note_dropped
         self._pool.add_chunk(0)
         self._room = pages
         self._tick = 0
@@ -51,9 +52,11 @@ class ChainTier:
 
     def take_dropped(self) -> Chain:
         """The pages that have been evicted since the last call, in that order."""
-        pages = [int.from_bytes(key, "little") for key in self._headers.dropped]
-        self._headers.dropped.clear()
-        return pages
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _note_dropped(self, keys: Keys, _visible: bool) -> None:
+        self._dropped += [int.from_bytes(key, "little") for key in keys]
 
     def _back_up(self, keys: Keys, first: int) -> None:
         """Back up what fits of a chain from page `first` on."""
@@ -75,22 +78,16 @@ class ChainTier:
         pool.commit(slots[known == MISSING])
 
 
-class _Headers:
-    """Slot headers of memory that is not there: what they would tell."""
-
-    def __init__(self) -> None:
-        self.dropped: list[bytes] = []
-        self._keys: dict[int, bytes] = {}
+class _NoHeaders:
+    """Slot headers of memory that is not there."""
 
     def writing(
         self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
-    ) -> None:
-        self._keys.update(zip(slots.tolist(), Keys(keys), strict=True))
+    ) -> None: ...
 
     def committed(self, slots: Slots) -> None: ...
 
-    def freed(self, slots: Slots) -> None:
-        self.dropped += [self._keys[slot] for slot in slots.tolist()]
+    def freed(self, slots: Slots) -> None: ...
 
 
 class PageLru:
