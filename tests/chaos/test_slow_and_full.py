@@ -83,8 +83,8 @@ def test_a_copier_that_crawls_slows_the_tier_and_not_the_engine(daemon: Daemon) 
                 started = time.monotonic()
                 engine.step()
                 slowest_s = max(slowest_s, time.monotonic() - started)
-            assert engine.lookup("before", 8) == 8
-            assert engine.restored("before", 8, at=500)
+            assert engine.lookup("before", 8, rid="load") == 8
+            assert engine.restored("before", 8, at=500, rid="load")
             engine.settled(last)
         assert slowest_s < STEP_S
         assert [ack.seq for ack in engine.acks] == list(range(last + 1))
@@ -108,8 +108,11 @@ def test_what_is_leased_stays_in_a_full_tier_and_comes_free_again(tmp_path: Path
         assert 0 < pool["leased"] <= capacity // 2, "leases never hold more than their share"
         for n in range(6):  # what is leased stays, whatever comes
             assert engine.back_up(f"more {n}", 4)
-        for n in leased:
-            assert engine.restored(f"chain {n}", 4, rid=f"r{n}")
+        for n in range(kept):
+            if n in leased:
+                assert engine.restored(f"chain {n}", 4, rid=f"r{n}")
+            else:
+                engine.client.cancel(f"r{n}")
         eventually(lambda: at_rest(daemon), "all is let go")
         assert daemon.clear() > 0
         assert daemon.status()["pools"][0]["slots_used"] == 0

@@ -20,8 +20,8 @@ PAGE_BYTES = 2 * LAYERS * TOKENS * ROW_BYTES
 
 
 class GroupRank:
-    """A rank whose KV cache is two halves: pages are backed up from the first and restored to the
-    second.
+    """A rank whose KV cache is two halves: pages are backed up from the first; a chain of half as
+    many (nobody may lease more of a pool) is restored to the second.
 
     Page p of a rank is `p * 7 + rank` in every byte; of replicated KV, `p * 7` on all ranks.
     """
@@ -29,10 +29,9 @@ class GroupRank:
     def __init__(self, socket: Path, rank: int, world_size: int, replicated: bool, pages: int):
         self.pages = pages
         self._salt = 0 if replicated else rank
-        self._device = torch.device("cuda", rank)
-        torch.cuda.set_device(self._device)
+        self._device = torch.device("cuda", rank) if torch.cuda.is_available() else "cpu"
         self._layers = [
-            torch.zeros(2, 2 * pages * TOKENS, ROW_BYTES, dtype=torch.uint8, device="cuda")
+            torch.zeros(2, 2 * pages * TOKENS, ROW_BYTES, dtype=torch.uint8, device=self._device)
             for _ in range(LAYERS)
         ]
         buffers = [
@@ -46,7 +45,7 @@ class GroupRank:
             rank=rank,
             world_size=world_size,
         )
-        self._slots = torch.arange(2 * pages * TOKENS, device="cuda")
+        self._slots = torch.arange(2 * pages * TOKENS, device=self._device)
 
     def connect(self) -> None:
         """Wait until the daemon has all ranks and this one's watchdog is up."""
@@ -56,7 +55,7 @@ class GroupRank:
         for page in range(self.pages):
             for kv in self._layers:
                 kv[:, page * TOKENS : (page + 1) * TOKENS] = self._byte(page)
-        torch.cuda.synchronize()
+        self._synchronize()
 
     def backup(self) -> None:
         before = b""
@@ -77,21 +76,26 @@ class GroupRank:
         _until(acked)
 
     def lookup(self) -> None:
-        keys = self._keys(range(self.pages))
-        _until(lambda: self.client.lookup("all", keys)[-1:] == [self.pages])
+        half = self.pages // 2
+        keys = self._keys(range(half))
+        _until(lambda: self.client.lookup("half", keys)[-1:] == [half])
 
     def restore(self) -> None:
-        keys = self._keys(range(self.pages))
-        restore = self.client.restore({"all": [self._named(keys, self.pages)]})
+        keys = self._keys(range(self.pages // 2))
+        restore = self.client.restore({"half": [self._named(keys, self.pages)]})
         assert restore.finish(), "the restore has failed"
 
     def check(self) -> None:
         """Raises: AssertionError: a page is not what was backed up."""
-        torch.cuda.synchronize()
-        for page in range(self.pages):
+        self._synchronize()
+        for page in range(self.pages // 2):
             at = (self.pages + page) * TOKENS
             for kv in self._layers:
                 assert bool((kv[:, at : at + TOKENS] == self._byte(page)).all()), f"page {page}"
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(self._device)
 
     def _byte(self, page: int) -> int:
         return (page * 7 + self._salt) % 251 + 1

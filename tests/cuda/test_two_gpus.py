@@ -84,7 +84,7 @@ class Ranks:
         self.do("lookup")
         back = self.do("restore")
         self.do("check")
-        return PAGES * PAGE_BYTES / there / 1e9, PAGES * PAGE_BYTES / back / 1e9
+        return PAGES * PAGE_BYTES / there / 1e9, PAGES // 2 * PAGE_BYTES / back / 1e9
 
     def close(self) -> None:
         for process in self.processes:

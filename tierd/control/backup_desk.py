@@ -17,7 +17,7 @@ from tierd.control.backups import (
     RepeatedKeyError,
     runs,
 )
-from tierd.control.groups import Batch, Group, Heal, Inbound, Placing, Session, Stripe
+from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
 from tierd.control.keys import Keys
 from tierd.control.ring import check_ring
 from tierd.control.state import State
@@ -34,8 +34,6 @@ SLICE_STEPS = 8
 """Steps go on for so long, or are so many, before the loop looks for lookups and restores again."""
 NOTE_ITEMS = 64
 """Backups of a message that are noted at a time."""
-INBOX_MESSAGES = 256
-"""A rank that has sent so many messages that nobody has had time for sheds what follows."""
 
 
 class BackupDesk:
@@ -60,23 +58,19 @@ class BackupDesk:
         Raises: ProtocolError: naming the field.
         """
         session.group.check_epoch(message.epoch)
-        inbound = Inbound(message)
-        if len(session.inbox) < INBOX_MESSAGES:
-            session.inbox.append(inbound)
-            return
-        self._report(session, [(item.seq, None) for item in message.items], now)
+        if not session.inbox.add(message):
+            self._report(session, [(item.seq, None) for item in message.items], now)
 
     def supply(self, session: Session, message: messages.Supply) -> None:
         """A rank says what comes before a backup."""
-        if len(session.inbox) < INBOX_MESSAGES:
-            session.inbox.append(Inbound(message))
+        session.inbox.add(message)  # a heal that finds no place is given up when its time is over
 
     def _note(self, session: Session, now: float) -> None:
         """Look at the next few backups that a rank has reported."""
-        inbound = session.inbox[0]
+        inbound = session.inbox.first
         message = inbound.message
         if isinstance(message, messages.Supply):
-            session.inbox.popleft()
+            session.inbox.pop()
             self._note_supply(session, message)
             return
         reports: list[tuple[int, Offer | None]] = []
@@ -94,7 +88,7 @@ class BackupDesk:
         self._report(session, reports, now)
         inbound.item += NOTE_ITEMS
         if inbound.item >= len(message.items):
-            session.inbox.popleft()
+            session.inbox.pop()
 
     def _report(
         self, session: Session, reports: list[tuple[int, Offer | None]], now: float

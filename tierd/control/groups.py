@@ -24,6 +24,10 @@ from tierd.wire.geometry import geometry_of, namespace_digest
 from tierd.wire.layout import Segment, read_segment_spec
 from tierd.wire.messages import Flush, FromLifeline, PoolSpec, Register, Supply
 
+INBOX_BYTES = 64 << 20
+"""Two million pages: more than a minute's work."""
+ITEM_BYTES = 512
+
 
 @dataclass
 class Inbound:
@@ -36,6 +40,44 @@ class Inbound:
     @property
     def unseen(self) -> int:
         return len(self.message.items) - self.item if isinstance(self.message, Flush) else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Roughly what it takes up."""
+        items = len(self.message.items) if isinstance(self.message, Flush) else 1
+        return len(self.message.keys) + ITEM_BYTES * (1 + items)
+
+
+class Inbox:
+    """What one rank has reported and nobody has looked at, in the order of its ring."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Inbound] = deque()
+        self._nbytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    @property
+    def first(self) -> Inbound:
+        return self._messages[0]
+
+    @property
+    def unseen(self) -> int:
+        """Backups in it."""
+        return sum(inbound.unseen for inbound in self._messages)
+
+    def add(self, message: Flush | Supply) -> bool:
+        """False: it is full; the rank has sent more than anybody has had time for."""
+        if self._nbytes >= INBOX_BYTES:
+            return False
+        self._messages.append(Inbound(message))
+        self._nbytes += self._messages[-1].nbytes
+        return True
+
+    def pop(self) -> None:
+        """The first one has been looked at."""
+        self._nbytes -= self._messages.popleft().nbytes
 
 
 @dataclass(eq=False)
@@ -64,8 +106,7 @@ class Session:
     paths: list[str] = field(default_factory=list)
     ring: RingLedger = field(default_factory=RingLedger)
     """Its backup ring."""
-    inbox: deque[Inbound] = field(default_factory=deque)
-    """What it has reported and nobody has looked at, in the order of its ring."""
+    inbox: Inbox = field(default_factory=Inbox)
     restore_ring_end: int = 0
 
     def pool_index(self, name: str) -> int:
@@ -198,7 +239,7 @@ class Group:
     def undecided(self) -> int:
         """Backups that have arrived and nobody has decided; those of a step count once a rank
         while nobody has looked at them."""
-        unseen = sum(inbound.unseen for s in self.sessions.values() for inbound in s.inbox)
+        unseen = sum(session.inbox.unseen for session in self.sessions.values())
         return unseen + (self.sequencer.waiting if self.sequencer else 0)
 
     @property
