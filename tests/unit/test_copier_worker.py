@@ -693,14 +693,21 @@ class Bench:
         self.channel.send(AddChunk(chunk=0, size=4 << 20), [self.chunk.fd])
         self.channel.send(self.rank.attach(), self.rank.fds)
         # Pinning is other threads' work: the attachment can be answered before it.
-        answers: set[type] = set()
-        while not answers >= {ChunkReady, Attached}:
-            self.settle()
-            answers |= {type(message) for message in self.heard()}
+        assert {type(m) for m in self.await_answers(3)} >= {ChunkReady, Attached}  # and CopierReady
 
     def settle(self) -> None:
         while self.worker.turn() is Pace.BUSY:
             pass
+
+    def await_answers(self, count: int) -> list[FromCopier]:
+        """So many, some of which take other threads' work."""
+        deadline = time.monotonic() + 10.0
+        answers: list[FromCopier] = []
+        while len(answers) < count:
+            assert time.monotonic() < deadline, f"only {answers}"
+            self.settle()
+            answers += self.heard()
+        return answers
 
     def heard(self) -> list[FromCopier]:
         return [message for message, _ in self.channel.receive()]
@@ -740,8 +747,7 @@ def test_a_chunk_in_use_is_dropped_after_the_copies(bench: Bench) -> None:
     bench.channel.send(bench.rank.backup(1, [1], [1]))
     bench.worker.turn()
     bench.channel.send(DropChunk(chunk=0))
-    bench.settle()
-    done, dropped = bench.heard()
+    done, dropped = bench.await_answers(2)
     assert isinstance(done, JobDone)
     assert done.ok
     assert dropped == ChunkDropped(chunk=0)
