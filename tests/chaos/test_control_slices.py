@@ -11,7 +11,7 @@ from one_process import OneProcess
 from tierd.bench.wire_rank import WireRank
 from tierd.control.backup_desk import SLICE_STEPS
 from tierd.control.backups import STEP_PAGES
-from tierd.control.catalog import PagePool
+from tierd.control.pages import PagePool
 from tierd.wire import limits, messages
 
 LONG = 40 * STEP_PAGES

@@ -27,8 +27,8 @@ from tierd.control.backups import (
     Writers,
     runs,
 )
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire import limits
 from tierd.wire.geometry import host_layout

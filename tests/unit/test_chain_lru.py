@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.eviction import ChainLru
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
 from tierd.control.leases import Leases, Pins, Want
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
 

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.control.recovery import complete
 from tierd.memory.chunks import ChunkRows, ChunkStore
 from tierd.memory.source import AnonymousMemory

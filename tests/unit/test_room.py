@@ -14,10 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tierd.control.catalog import Catalog, PagePool
+from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.deadlines import Deadlines
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.control.room import RoomKeeper
 from tierd.control.stock import PINNED_AT_ONCE, Stock
 from tierd.memory.chunks import ChunkStore

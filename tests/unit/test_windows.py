@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.control.backups import Backups, NoRoomError, Offer, OfferPart, Writers
-from tierd.control.catalog import Catalog, PagePool
+from tierd.control.catalog import Catalog
 from tierd.control.keys import Keys
 from tierd.control.leases import FEW, Leases, boundaries, few
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
 

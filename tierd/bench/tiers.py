@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.bench.traces import Access, Chain
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import EvictionPolicy, Slots
 from tierd.wire.geometry import HostLayout
 from tierd.wire.limits import KEY_BYTES

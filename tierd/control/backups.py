@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierd.control.catalog import PagePool
 from tierd.control.keys import MISSING, Keys
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire import limits
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierd.channel import Channel, ChannelClosed
-from tierd.control.catalog import PagePool
 from tierd.control.deadlines import Deadlines
 from tierd.control.health import Pulse
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierd.control.catalog import PagePool
 from tierd.control.keys import Keys
+from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 
 FEW = 4

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tierd.control.catalog import Catalog, PagePool
+from tierd.control.catalog import Catalog
+from tierd.control.pages import PagePool
 from tierd.control.state import State
 from tierd.eviction.policy import Slots
 from tierd.memory.limits import format_size

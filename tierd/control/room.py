@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
-from tierd.control.catalog import Catalog, PagePool
+from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier, CopierState
+from tierd.control.pages import PagePool
 from tierd.control.stock import Stock
 from tierd.eviction.policy import Slots
 from tierd.memory.chunks import Chunk, ChunkRows, ChunkStore

@@ -1,0 +1,552 @@
+"""The index of one pool: which pages lie in which slots, who holds them, and which go next.
+
+Pure: it moves no byte. What it decides about a slot it writes to that slot's header through
+`SlotRecords`, because the header is the record that outlives this process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.control.chains import chains
+from tierd.control.keys import MISSING, KeyIndex, Keys
+from tierd.eviction.chain_reuse import ChainReuse
+from tierd.eviction.columns import column, grown
+from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
+from tierd.eviction.window_lru import WindowLru
+from tierd.wire.geometry import HostLayout
+from tierd.wire.layout import COMMITTED, FREE, HAS_PARENT, PARENT_KNOWN, WRITING
+from tierd.wire.limits import KEY_BYTES
+
+SPAN = 4096
+"""Slots that are searched at a time for free ones."""
+
+_SPOILED = 3
+"""A slot whose page has gone, though somebody still holds it. Its header says FREE."""
+
+CHUNKS_TRIED = 4
+"""The coldest chunks of a pool that are looked at for one that nobody uses right now."""
+
+
+class SlotRecords(Protocol):
+    """Where the headers of a pool's slots are written."""
+
+    def writing(
+        self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
+    ) -> None:
+        """Pages take slots. Per slot: its page's key, the key of the page before it, and what is
+        known of that (`layout.PARENT_KNOWN`, `HAS_PARENT`). Slots are ascending in all calls."""
+
+    def committed(self, slots: Slots) -> None: ...
+    def freed(self, slots: Slots) -> None: ...
+
+
+class PagePool:
+    """Pages of one pool of one namespace.
+
+    `window`: how many pages before a boundary it takes to resume there; 0 is the whole chain.
+    Pages of a windowed pool mean nothing without the chain's pages in the pools without one: when
+    one of those goes, `Catalog` has its namesakes here go too.
+
+    A slot is FREE, WRITING (reserved by one backup until all its shards have been copied, or have
+    failed and retired) or COMMITTED. A page is visible to lookups only when COMMITTED. `hold`
+    keeps committed pages from eviction: leases and pins are holds.
+
+    `most`: how many slots to expect; more cost a copy of what is known of the others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        page_tokens: int,
+        host: HostLayout,
+        shards: int,
+        records: SlotRecords,
+        window: int = 0,
+        most: int = 0,
+    ) -> None:
+        self.name = name
+        self.page_tokens = page_tokens
+        self.host = host
+        self.shards = shards
+        self.window = window
+        self.policy: EvictionPolicy = WindowLru(most) if window else ChainReuse(most)
+        self.on_commit: Callable[[Keys], None] | None = None
+        """Told of pages that become visible."""
+        self.on_drop: Callable[[Keys, bool], None] | None = None
+        """Told of pages that go, and whether they were visible."""
+        self.arrivals = 0
+        """Pages that have got a slot so far."""
+        self.evictions = 0
+        self.hits = 0
+        self.misses = 0
+        self._records = records
+        self._index = KeyIndex(most)
+        self._state: npt.NDArray[np.uint8] = column(np.uint8, most)
+        self._usable: npt.NDArray[np.bool_] = column(np.bool_, most)
+        self._holds: npt.NDArray[np.int32] = column(np.int32, most)
+        self._capacity = 0
+        self._committed = 0
+        self._held = 0
+        self._free = 0
+        # Free slots in each SPAN of them: a free slot is found without a look at every slot.
+        self._free_in: npt.NDArray[np.int64] = column(np.int64)
+        # Pages whose predecessor is known by key and not here: key of it -> their slots.
+        self._orphans: dict[bytes, list[int]] = {}
+        self._orphan_of: dict[int, bytes] = {}
+
+    # --- room ---------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Slots in chunks that the pool has now."""
+        return self._capacity
+
+    @property
+    def free_slots(self) -> int:
+        return self._free
+
+    @property
+    def pages(self) -> int:
+        """Committed pages."""
+        return self._committed
+
+    @property
+    def held(self) -> int:
+        """Pages under at least one lease or pin."""
+        return self._held
+
+    def add_chunk(self, ordinal: int) -> None:
+        """The slots of chunk `ordinal` may be used."""
+        first, end = self._span(ordinal)
+        self._state = grown(self._state, end)
+        self._usable = grown(self._usable, end)
+        self._holds = grown(self._holds, end)
+        self._index.grow(end)
+        self.policy.grow(end)
+        self._usable[first:end] = True
+        self._capacity += end - first
+        self._free += end - first
+        self._count_free(first, end, 1)
+
+    def coldest_chunk(self, ordinals: Sequence[int]) -> tuple[int, int] | None:
+        """Of some chunks the one that was used least recently, of those whose pages and all that
+        follow them may go.
+
+        Returns: its last use (0 if it is empty) and its ordinal; None if there is none such.
+        """
+        ages = [(self.policy.recency(slice(*self._span(n))), n) for n in ordinals]
+        for age, ordinal in sorted(ages)[:CHUNKS_TRIED]:
+            doomed = np.array(list(self._doomed(ordinal)), np.int64)
+            if not self._holds[doomed].any() and not (self._state[doomed] == WRITING).any():
+                return age, ordinal
+        return None
+
+    def remove_chunk(self, ordinal: int) -> int:
+        """Evict every page of a chunk with all that follows them, and give its slots up.
+
+        Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
+        """
+        doomed = self._doomed(ordinal)
+        evicted = 0
+        with self._dropping() as drop:
+            parent, children = self.policy.parent, self.policy.children
+            for slot in sorted(doomed):
+                # From each leaf upwards: a page goes after everything that follows it.
+                run: list[int] = []
+                while slot in doomed and children[slot] == bool(run):
+                    doomed.discard(slot)
+                    run.append(slot)
+                    slot = int(parent[slot])
+                if run:
+                    drop(run)
+                    evicted += len(run)
+        self.evictions += evicted
+        first, end = self._span(ordinal)
+        self._usable[first:end] = False
+        self._capacity -= end - first
+        self._free -= end - first
+        self._count_free(first, end, -1)
+        return evicted
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` pages; returns how many went."""
+        with self._dropping() as drop:
+            gone = self.policy.evict(count, self._evictable, drop)
+        self.evictions += gone
+        return gone
+
+    def clear(self) -> int:
+        """Evict everything that nobody holds."""
+        return self.evict(len(self._state))
+
+    # --- pages --------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int | None:
+        """The slot of a page, whether WRITING or COMMITTED."""
+        return self._index.get(key)
+
+    def find_all(self, keys: Keys) -> Slots:
+        """The slot of each page, whether WRITING or COMMITTED; MISSING for those that are not
+        here. Shape: (len(keys),)."""
+        return self._index.find(keys)
+
+    def being_written(self, slots: Slots) -> Slots:
+        """Which of these slots are WRITING; MISSING is none of them."""
+        here = slots[slots != MISSING]
+        writing: Slots = here[self._state[here] == WRITING]
+        return writing
+
+    def is_committed(self, slot: int) -> bool:
+        return bool(self._state[slot] == COMMITTED)
+
+    def are_held(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these are under a lease or pin. Shape: (len(slots),)."""
+        return self._holds[slots] > 0
+
+    def prefix(self, keys: Keys) -> Slots:
+        """Slots of the longest run of committed pages from the first key on."""
+        found = self._index.prefix(keys)
+        missing = np.flatnonzero(self._state[found] != COMMITTED)
+        return found[: missing[0]] if len(missing) else found
+
+    def touch(self, slots: Slots, now: int) -> None:
+        """A chain was used. Its order also teaches predecessors that were not known before."""
+        self.policy.touch(slots, now)
+        if self.window:
+            return
+        unknown = np.flatnonzero(self.policy.parent[slots[1:]] == NO_PARENT) + 1
+        for i in unknown.tolist():
+            self._adopt(int(slots[i]), int(slots[i - 1]), now)
+
+    def present(self, keys: Keys) -> Slots:
+        """The slot of each committed page, MISSING for those that are not here.
+        Shape: (len(keys),)."""
+        slots = self._index.find(keys)
+        known = np.flatnonzero(slots != MISSING)
+        slots[known[self._state[slots[known]] != COMMITTED]] = MISSING
+        return slots
+
+    def before(self, key: bytes, count: int) -> Keys:
+        """Up to `count` pages of a chain that end with this one, in chain order."""
+        chain: list[int] = []
+        slot = self._index.get(key)
+        parent = self.policy.parent.item
+        while slot is not None and slot != NO_PARENT and len(chain) < count:
+            chain.append(slot)
+            slot = parent(slot)
+        return self._index.keys_of(np.array(chain[::-1], np.int64))
+
+    def committed_keys(self) -> Iterator[Keys]:
+        """The keys of all pages that can be hit, a span of slots at a time."""
+        for first in range(0, len(self._state), SPAN):
+            slots = np.flatnonzero(self._state[first : first + SPAN] == COMMITTED) + first
+            if len(slots):
+                yield self._index.keys_of(slots)
+
+    def forget(self, keys: Keys) -> None:
+        """The chain up to each of these pages is gone: they serve nobody. They go now, or as soon
+        as nobody holds them."""
+        slots = self._index.find(keys)
+        slots = slots[slots != MISSING]
+        if not len(slots):
+            return
+        free = (self._state[slots] == COMMITTED) & (self._holds[slots] == 0)
+        if free.any():
+            with self._dropping() as drop:
+                drop(slots[free].tolist())
+            self.evictions += int(np.count_nonzero(free))
+        self.policy.touch(slots[~free], 0)
+
+    def hold(self, slots: Slots) -> None:
+        self._held += len(_distinct(slots[self._holds[slots] == 0]))
+        self._holds[slots] += 1
+
+    def release(self, slots: Slots) -> None:
+        self._holds[slots] -= 1
+        left = _distinct(slots[self._holds[slots] == 0])
+        self._held -= len(left)
+        self._set_free(left[self._state[left] == _SPOILED])
+
+    def reserve(
+        self, keys: Keys, parent: bytes | None, known: Slots, now: int, *, follow: int = 0
+    ) -> Slots:
+        """Give slots to the pages of a chain that have none yet; they are WRITING from now on.
+
+        Args:
+            keys: The chain, in order; no key twice.
+            parent: Key of the page before the first: b"" if there is none, None if not known.
+            known: The slot of each page that is here already, else MISSING, as `find_all` says.
+                The number that is missing must not exceed `free_slots`.
+            now: The caller's count.
+            follow: How many more pages of the chain come with the next calls.
+
+        Returns: Slots of all keys, shape (len(keys),).
+        """
+        fresh = known == MISSING
+        slots: Slots = known.copy()
+        slots[fresh] = self._take(int(np.count_nonzero(fresh)))
+        if self.window:
+            self._place(slots[fresh], keys.where(fresh), None, None, now)
+            self.policy.touch(slots, now)
+            # Enough for the boundary at the end; those in between are kept while there is room.
+            self.policy.touch(slots[: max(0, len(slots) + follow - self.window)], 0)
+            return slots
+        previous = self._index.get(parent) if parent else None
+        if parent and previous is None:
+            now = 0  # nothing can use this chain until its beginning is here
+        for first, end in _stretches(fresh):
+            before = keys[first - 1] if first else parent
+            above = int(slots[first - 1]) if first else previous
+            self._place(slots[first:end], keys[first:end], before, above, now)
+        if fresh.all():
+            return slots
+        for i in np.flatnonzero(~fresh & (self.policy.parent[slots] == NO_PARENT)).tolist():
+            above = int(slots[i - 1]) if i else previous
+            if above is not None:
+                self._adopt(int(slots[i]), above, now)
+        if now:
+            self.policy.touch(slots, now)
+        return slots
+
+    def commit(self, slots: Slots) -> None:
+        """All shards of these WRITING pages are in place: they are visible."""
+        self._state[slots] = COMMITTED
+        self._committed += len(slots)
+        self._records.committed(slots)
+        if self.on_commit is not None:
+            self.on_commit(self._index.keys_of(slots))
+
+    def abort(self, slots: Slots) -> None:
+        """These WRITING pages will not come, and nothing writes to their slots any more.
+
+        Args: `slots`: in chain order.
+        """
+        if self.window:
+            with self._dropping(visible=False) as drop:
+                drop(slots.tolist())
+            return
+        parent = self.policy.parent
+        inside = Counter(parent[slots].tolist())
+        followed = [s for s in slots.tolist() if self.policy.children[s] > inside[s]]
+        self._orphan_followers(np.array(followed, np.int64), but=set(slots.tolist()))
+        with self._dropping(visible=False) as drop:
+            run: list[int] = []
+            for slot in reversed(slots.tolist()):
+                if run and parent[run[-1]] != slot:
+                    drop(run)
+                    run = []
+                run.append(slot)
+            if run:
+                drop(run)
+
+    def recover(
+        self,
+        slots: Slots,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None],
+        stale: Slots,
+        now: int,
+    ) -> int:
+        """Take in pages that an earlier daemon has left in slots that are free here.
+
+        Args:
+            keys, parents: Of the page in each slot, as in `reserve`.
+            stale: Slots without a page whose headers say something else than FREE.
+            now: The caller's count.
+
+        Returns: how many there are. Two pages with one key are one.
+        """
+        if self.window:
+            parents = [None] * len(keys)
+        taken = [np.empty(0, np.int64)]
+        for run in chains(keys, parents):
+            here, parent = slots[run], parents[run[0]]
+            above = self._index.get(parent) if parent else None
+            self._index.add(Keys.of(keys[i] for i in run), here)
+            if parent and above is None:
+                self.policy.insert(here, NO_PARENT, 0)
+                self._wait_for(int(here[0]), parent)
+            else:
+                self.policy.insert(here, NO_PARENT if above is None else above, now)
+            taken.append(here)
+        found = np.sort(np.concatenate(taken))
+        self._state[found] = COMMITTED
+        self._committed += len(found)
+        self._free -= len(found)
+        np.subtract.at(self._free_in, found // SPAN, 1)
+        refused = slots[self._state[slots] != COMMITTED]
+        self._records.freed(np.sort(np.concatenate([stale, refused])))
+        if self.on_commit is not None:
+            self.on_commit(self._index.keys_of(found))
+        return len(found)
+
+    def spoil(self, slots: Slots) -> int:
+        """The bytes of these pages are not what they were: nobody finds them from now on, and what
+        comes after them waits for them to be backed up again. A slot that is held is free once it
+        is released.
+
+        Returns how many there were; some may have gone already.
+        """
+        slots = slots[self._state[slots] == COMMITTED]
+        self._orphan_followers(slots)
+        with self._dropping() as drop:
+            for slot in slots.tolist():
+                drop([slot])
+        held = slots[self._holds[slots] > 0]
+        self._state[held] = _SPOILED
+        self._free -= len(held)
+        np.subtract.at(self._free_in, held // SPAN, 1)
+        return len(slots)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _orphan_followers(self, slots: Slots, but: Set[int] = frozenset()) -> None:
+        """What comes after these pages, whose slots are about to be given up, waits for them; but
+        for some that are given up too."""
+        for slot in slots[self.policy.children[slots] > 0].tolist():
+            for child in self.policy.following(slot):
+                if child not in but:
+                    self.policy.orphan(child)
+                    self._wait_for(child, self._index.keys_of(np.array([slot])).blob)
+
+    def _set_free(self, slots: Slots) -> None:
+        self._state[slots] = FREE
+        self._free += len(slots)
+        np.add.at(self._free_in, slots // SPAN, 1)
+
+    def _span(self, ordinal: int) -> tuple[int, int]:
+        return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots
+
+    def _doomed(self, ordinal: int) -> set[int]:
+        """Slots with a page of a chunk, and of every page that follows one of them."""
+        first, end = self._span(ordinal)
+        doomed = set((np.flatnonzero(self._state[first:end] != FREE) + first).tolist())
+        left = [slot for slot in doomed if self.policy.children[slot]]
+        while left:
+            new = [slot for slot in self.policy.following(left.pop()) if slot not in doomed]
+            doomed.update(new)
+            left += new
+        return doomed
+
+    def _take(self, count: int) -> Slots:
+        """The lowest free slots: a run of pages gets a run of slots wherever one is free."""
+        if count > self._free:
+            raise AssertionError(f"{count} slots wanted of {self._free}")
+        self._free -= count
+        taken: list[Slots] = []
+        for span in np.flatnonzero(self._free_in).tolist():
+            if not count:
+                break
+            first, end = span * SPAN, (span + 1) * SPAN
+            free = np.flatnonzero(self._usable[first:end] & (self._state[first:end] == FREE))
+            free = free[:count] + first
+            self._free_in[span] -= len(free)
+            count -= len(free)
+            taken.append(free)
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def _count_free(self, first: int, end: int, sign: int) -> None:
+        """Slots `first` to `end`, all free, are usable from now on (1), or no more (-1)."""
+        spans = np.bincount(np.arange(first, end) // SPAN)
+        self._free_in = grown(self._free_in, len(spans))
+        self._free_in[: len(spans)] += sign * spans
+
+    def _place(
+        self, slots: Slots, keys: Keys, before: bytes | None, above: int | None, now: int
+    ) -> None:
+        """A run of pages takes slots. `before`: the key of what it follows; `above`: its slot."""
+        if not len(slots):
+            return
+        self._state[slots] = WRITING
+        self.arrivals += len(slots)
+        self._index.add(keys, slots)
+        parents = (before or bytes(KEY_BYTES)) + keys.blob[:-KEY_BYTES]
+        flags = np.full(len(slots), PARENT_KNOWN | HAS_PARENT, np.uint32)
+        flags[0] = PARENT_KNOWN * (before is not None) | HAS_PARENT * bool(before)
+        if self.window:
+            parents, flags = bytes(len(keys.blob)), np.zeros(len(slots), np.uint32)
+        self._records.writing(slots, keys.blob, parents, flags)
+        self.policy.insert(slots, NO_PARENT if above is None else above, now)
+        if above is None and before:
+            self._wait_for(int(slots[0]), before)
+        if self._orphans:
+            for key, slot in zip(keys.split(), slots.tolist(), strict=True):
+                for child in list(self._orphans.get(key, ())):
+                    self._adopt(child, slot, now)
+
+    def _adopt(self, slot: int, parent: int, now: int) -> None:
+        """Link a page to a predecessor that was not here or not known before.
+
+        Chained hashes cannot form a ring, but keys come from outside: one that would is ignored.
+        """
+        step = parent
+        while step != NO_PARENT:
+            if step == slot:
+                return
+            step = int(self.policy.parent[step])
+        self._forget_orphan(slot)
+        self.policy.link(slot, parent, now)
+
+    def _wait_for(self, slot: int, parent: bytes) -> None:
+        self._orphans.setdefault(parent, []).append(slot)
+        self._orphan_of[slot] = parent
+
+    def _forget_orphan(self, slot: int) -> None:
+        parent = self._orphan_of.pop(slot, None)
+        if parent is not None:
+            siblings = self._orphans[parent]
+            siblings.remove(slot)
+            if not siblings:
+                del self._orphans[parent]
+
+    def _evictable(self, slot: int) -> bool:
+        return bool(self._state.item(slot) == COMMITTED and not self._holds.item(slot))
+
+    def _drop(self, run: Slots, visible: bool) -> None:
+        if self._orphan_of:
+            for slot in run.tolist():
+                self._forget_orphan(slot)
+        self.policy.remove(run)
+        keys = self._index.remove(run)
+        self._committed -= len(run) if visible else 0
+        self._set_free(run)
+        if self.on_drop is not None:
+            self.on_drop(keys, visible)
+
+    @contextmanager
+    def _dropping(self, *, visible: bool = True) -> Iterator[Callable[[Sequence[int]], None]]:
+        """Gives what drops a run of pages, from the last one upwards; their headers are written
+        as one when all are dropped."""
+        runs: list[Slots] = []
+
+        def drop(run: Sequence[int]) -> None:
+            runs.append(np.array(run, np.int64))
+            self._drop(runs[-1], visible)
+
+        yield drop
+        if runs:
+            self._records.freed(np.sort(np.concatenate(runs)))
+
+
+def _distinct(slots: Slots) -> Slots:
+    """Each of them once, ascending. `numpy.unique` costs several times as much for few."""
+    ordered = np.sort(slots)
+    distinct: Slots = ordered[np.diff(ordered, prepend=MISSING) != 0]
+    return distinct
+
+
+def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """(first, end) of each stretch of true elements."""
+    if mask.all():
+        if len(mask):
+            yield 0, len(mask)
+        return
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
