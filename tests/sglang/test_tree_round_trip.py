@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from sglang_harness import Daemon, prompt
+from tierd_client.pools import join_keys
 from tierd_client.sglang.tree_engine import TreeEngine
 
 pytestmark = pytest.mark.sglang
@@ -71,13 +72,15 @@ def test_what_comes_back_is_offered_again_and_not_copied_again(
 def test_every_page_knows_the_one_before_it(daemon: Daemon, open_engine: Open, core: str) -> None:
     engine = open_engine(core=core)
     backups = []
-    send = engine.linker.client.backup
+    send = engine.linker.client.backup_nodes
 
-    def record(pages, node_id=None, parent=None):  # type: ignore[no-untyped-def]
-        backups.append((pages[0].keys, node_id, parent))
-        return send(pages, node_id=node_id, parent=parent)
+    def record(parts, counts, node_ids, parents):  # type: ignore[no-untyped-def]
+        assert counts == [1] * len(counts), "an engine of one pool"
+        keys = [join_keys([part]) for part in parts.keys]
+        backups.extend(zip(keys, node_ids, parents, strict=True))
+        return send(parts, counts, node_ids, parents)
 
-    engine.linker.client.backup = record  # type: ignore[method-assign]
+    engine.linker.client.backup_nodes = record  # type: ignore[method-assign]
     tokens = prompt(1, 64)
     engine.serve("root", tokens)
     engine.step()
