@@ -11,7 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "integration")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "integration")]
 
 from fuzz_targets import TARGETS  # noqa: E402
 

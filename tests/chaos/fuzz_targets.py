@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 import zmq
+from descriptors import open_descriptors, opened_since
 from fuzz_ranks import FuzzGroup, FuzzRank, HonestEngine, plain
 from mutation import EDGES, TEXTS, Mutator, is_shallow
 from one_process import Bounds, OneProcess
@@ -216,7 +217,7 @@ class Framing:
         self._rng, self._mutator = rng, Mutator(rng)
         self._examples = [template for _, template in examples()]
         self._null = os.open(os.devnull, os.O_RDONLY)
-        self._descriptors = len(os.listdir("/proc/self/fd"))
+        self._before = open_descriptors()
 
     def feed(self, count: int) -> None:
         while count > 0:
@@ -249,8 +250,7 @@ class Framing:
                 except (ProtocolError, ChannelClosed):
                     break
             channel.close()
-        now = len(os.listdir("/proc/self/fd"))
-        assert now == self._descriptors, f"{now} descriptors; there were {self._descriptors}"
+        assert opened_since(self._before) == []
         return said
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from descriptors import open_descriptors, opened_since
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,9 +32,9 @@ def open_pair(*, max_queued: int = 64 << 20) -> Ends:
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     yield
-    assert sorted(os.listdir("/proc/self/fd")) == before, "a descriptor was leaked"
+    assert opened_since(before) == [], "a descriptor was leaked"
 
 
 @pytest.fixture

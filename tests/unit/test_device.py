@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from descriptors import open_descriptors, opened_since
 from hypothesis import given
 from hypothesis import strategies as st
 from tierd_client.device import open_device, page_numbers, ring_pieces
@@ -38,10 +39,6 @@ def device(segment: SharedSegment) -> Iterator[HostDevice]:
     host.release_segment()
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 # --- the segment ------------------------------------------------------------------------------
 
 
@@ -57,10 +54,11 @@ def test_a_segment_is_formatted_and_its_size_is_sealed(segment: SharedSegment) -
 
 def test_closing_a_segment_leaves_its_words_readable() -> None:
     shared = create_segment(SPEC)
-    before = open_fds()
+    fd = shared.fd
     shared.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
     shared.close()
-    assert open_fds() == before - 1
     shared.fields.fence[0] = 5
     assert shared.fields.fence[0] == 5
 
@@ -112,7 +110,7 @@ def test_another_mapping_sees_every_exported_tensor_at_its_place(device: HostDev
 
 def test_exporting_again_after_a_reconnection_shares_the_same_memory(device: HostDevice) -> None:
     k = torch.zeros(16)
-    before = open_fds()
+    before = open_descriptors()
     first = device.export([k])
     first_map = mmap.mmap(first.fds[0], 64)
     first.close()
@@ -125,16 +123,16 @@ def test_exporting_again_after_a_reconnection_shares_the_same_memory(device: Hos
     assert np.frombuffer(first_map, np.float32)[3] == 5
     assert np.frombuffer(second_map, np.float32)[3] == 5
     del first_map, second_map, k
-    assert open_fds() == before, "no descriptor outlives the exports and the tensors"
+    assert opened_since(before) == [], "no descriptor outlives the exports and the tensors"
 
 
 def test_a_tensor_without_memory_is_refused_and_no_descriptor_is_lost(device: HostDevice) -> None:
     k = torch.zeros(16)
     device.export([k]).close()
-    before = open_fds()
+    before = open_descriptors()
     with pytest.raises(RefusedError, match="without memory"):
         device.export([k, torch.empty(0)])
-    assert open_fds() == before
+    assert opened_since(before) == []
 
 
 # --- page numbers -----------------------------------------------------------------------------

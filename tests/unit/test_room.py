@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
+from descriptors import open_descriptors, opened_since
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -31,20 +30,14 @@ LARGE = host_layout([16 << 20])
 MISSING_ONE = np.array([MISSING])
 
 
-def open_chunks() -> int:
-    """Chunks whose file this process has open."""
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that the directory is read through
-            names.append(os.readlink(link))
-    return sum(name.startswith("/memfd:tierd-chunk-") for name in names)
+CHUNK = "/memfd:tierd-chunk-"
 
 
 @pytest.fixture(autouse=True)
 def no_chunk_stays_open() -> Iterator[None]:
-    before = open_chunks()
+    before = open_descriptors(CHUNK)
     yield
-    assert open_chunks() == before
+    assert opened_since(before, CHUNK) == []
 
 
 @dataclass
@@ -592,7 +585,7 @@ class Growth(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = open_chunks()
+        self.before = open_descriptors(CHUNK)
         self.machine = Machine(chunks=8, devices=2, ahead=4, spare=1)
         self.machine.pool()
         self.machine.pool()
@@ -664,7 +657,7 @@ class Growth(RuleBasedStateMachine):
         assert self.machine.room.store.claimed_bytes == 0
         self.machine.close()
         assert self.machine.room.store.created_bytes == 0
-        assert open_chunks() == self.before
+        assert opened_since(self.before, CHUNK) == []
 
 
 TestGrowth = Growth.TestCase

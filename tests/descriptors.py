@@ -1,0 +1,28 @@
+"""Which descriptors this process holds, so that a test can tell those that it left behind.
+
+Numbers alone do not tell: what earlier tests dropped is closed whenever it is collected, and
+would make the count fall while another one leaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+
+Open = frozenset[tuple[int, str]]
+
+
+def open_descriptors(having: str = "") -> Open:
+    """Number and file of each open descriptor with this in its file's name."""
+    gc.collect()
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that the folder is read through
+            found.append((int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return frozenset(one for one in found if having in one[1])
+
+
+def opened_since(before: Open, having: str = "") -> list[tuple[int, str]]:
+    """Those that were not open before, or not of that file."""
+    return sorted(open_descriptors(having) - before)
