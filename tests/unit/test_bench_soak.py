@@ -20,7 +20,7 @@ def samples(count: int = 21, leak: float = 0.0) -> list[Sample]:
             backups=1000 * n,
             lookups=0,
             values={
-                ("control", "private"): 50 * MIB + min(n, 5) * 20 * MIB + leak * 1000 * n,
+                ("control", "anonymous"): 50 * MIB + min(n, 5) * 20 * MIB + leak * 1000 * n,
                 ("control", "descriptors"): 30.0,
                 **({("copier", "threads"): 5.0} if n != 12 else {}),
             },
@@ -30,16 +30,16 @@ def samples(count: int = 21, leak: float = 0.0) -> list[Sample]:
 
 
 def test_what_a_process_claims_while_it_warms_up_is_no_growth() -> None:
-    private, descriptors = trends(samples())
-    assert (private.first, private.last, private.per_million) == (150.0, 150.0, 0.0)
+    memory, descriptors = trends(samples())
+    assert (memory.first, memory.last, memory.per_million) == (150.0, 150.0, 0.0)
     assert descriptors == Trend("control", "descriptors", 30.0, 30.0, 30.0, 0.0, 0.0)
 
 
 def test_what_each_backup_leaves_behind_is_the_slope() -> None:
-    private, _ = trends(samples(leak=100.0))
-    assert private.per_million == pytest.approx(100e6 / MIB)
-    assert private.per_hour == pytest.approx(100 * 1000 * 360 / MIB)
-    assert private.largest == private.last > private.first
+    memory, _ = trends(samples(leak=100.0))
+    assert memory.per_million == pytest.approx(100e6 / MIB)
+    assert memory.per_hour == pytest.approx(100 * 1000 * 360 / MIB)
+    assert memory.largest == memory.last > memory.first
 
 
 def test_a_process_that_was_started_again_has_no_slope() -> None:
@@ -59,7 +59,7 @@ def test_a_look_at_a_process_counts_what_it_has() -> None:
     fd = os.open(os.devnull, os.O_RDONLY)
     after = look(os.getpid())
     os.close(fd)
-    assert after["private"] - before["private"] >= 0.9 * len(held)
+    assert after["anonymous"] - before["anonymous"] >= 0.9 * len(held)
     assert after["descriptors"] == before["descriptors"] + 1
     assert after["threads"] >= 1
 
@@ -67,5 +67,5 @@ def test_a_look_at_a_process_counts_what_it_has() -> None:
 def test_the_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     print_whole(as_table(trends(samples(leak=100.0))))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("|")[1:3] == [" process ", " what         "]
-    assert "private, MiB" in lines[2]
+    assert lines[0].split("|")[1:3] == [" process ", " what           "]
+    assert "anonymous, MiB" in lines[2]

@@ -15,7 +15,7 @@ from rich.table import Table
 Floats = npt.NDArray[np.float64]
 WARM_UP = 0.3
 """The part of a run that is left out: memory is claimed and caches fill until then."""
-UNITS = dict.fromkeys(("resident", "private", "shared", "GPU memory", "host memory"), "MiB")
+UNITS = dict.fromkeys(("resident", "anonymous", "shared", "GPU memory", "host memory"), "MiB")
 """Of what is not a plain count."""
 
 
@@ -47,23 +47,23 @@ class Trend:
 
 
 def look(pid: int) -> dict[str, float]:
-    """What a process has right now. Bytes: `resident`, `private` (mapped by it alone), `shared`
-    (mapped by others, too). Counts: `descriptors`, `threads`.
+    """What a process has right now. Bytes: `resident`, and of that `anonymous` (heap and stacks)
+    and `shared` (memfds and /dev/shm; the rest is code). Counts: `descriptors`, `threads`.
 
     Raises: OSError: it is gone, or another user's.
     """
     process = Path("/proc") / str(pid)
-    kib = {
-        fields[0]: int(fields[1])
-        for fields in map(str.split, (process / "smaps_rollup").read_text().splitlines()[1:])
-    }
     status = dict(
         line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line
     )
+
+    def kib(what: str) -> int:
+        return int(status[what].split()[0])
+
     return {
-        "resident": kib["Rss:"] * 1024,
-        "private": (kib["Private_Clean:"] + kib["Private_Dirty:"]) * 1024,
-        "shared": (kib["Shared_Clean:"] + kib["Shared_Dirty:"]) * 1024,
+        "resident": kib("VmRSS") * 1024,
+        "anonymous": kib("RssAnon") * 1024,
+        "shared": kib("RssShmem") * 1024,
         "descriptors": len(os.listdir(process / "fd")),
         "threads": int(status["Threads"]),
     }

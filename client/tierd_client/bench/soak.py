@@ -12,22 +12,28 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from tierd.wire.limits import KEY_BYTES
 from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 
 PAGE_TOKENS, LAYERS, ROW_BYTES = 16, 2, 64
-PAGES = 4096
+PLACE_PAGES = 4
+"""A backup's, and a restore's."""
+PLACE_TOKENS = PLACE_PAGES * PAGE_TOKENS
+PLACES = 4096
 """On the device: the first half is backed up, the second is restored to."""
+BYTES = 251
+"""Values that pages are filled with."""
 STEP_BACKUPS, STEP_LOOKUPS = 32, 32
 MAX_PENDING = 1024
+"""Backups that have no ack yet, whose places are not written again."""
 RESTORE_EVERY = 8
 """Steps between two restores."""
 REMEMBERED = 8192
-"""Pages backed up most recently, of which every other lookup asks for one."""
+"""Backups made most recently, of which every other lookup asks for one."""
 REPORT_S = 2.0
 
 
@@ -57,7 +63,7 @@ class Soak:
     """
 
     def __init__(self, client_socket: str, device: torch.device) -> None:
-        tokens = PAGES * PAGE_TOKENS
+        tokens = PLACES * PLACE_TOKENS
         self._layers = [
             torch.zeros(2, tokens, ROW_BYTES, dtype=torch.uint8, device=device)
             for _ in range(LAYERS)
@@ -75,6 +81,9 @@ class Soak:
         self.counts = Counts()
         self._device = device
         self._numbers = torch.arange(tokens, device=device)
+        # What a row of each page is filled with: no two pages of a place alike.
+        bytes_of = torch.arange(BYTES)[:, None] + torch.arange(PLACE_PAGES) * 83
+        self._bytes = (bytes_of % BYTES).to(torch.uint8)[:, :, None, None].to(device)
         self._pending: deque[int] = deque()
         self._recent: deque[int] = deque(maxlen=REMEMBERED)
         self._step = 0
@@ -105,61 +114,67 @@ class Soak:
                 self._pending.popleft()
 
     def _offer(self) -> None:
-        """Pages that nobody has seen, in places that no backup is reading."""
+        """What nobody has seen, in places that no backup is reading."""
         first = self.counts.backups
-        places = [(first + n) % (PAGES // 2) for n in range(STEP_BACKUPS)]
-        for n, place in enumerate(places):
-            self._fill(place, first + n)
-            slots = self._slots([place])
-            self.client.backup([PoolPages("kv", _key(first + n), slots)], parent=b"")
-            self._pending.append(first + n)
+        for number in range(first, first + STEP_BACKUPS):
+            place = number % (PLACES // 2)
+            self._fill(place, number)
+            pages = PoolPages("kv", _keys(number), self._slots(place))
+            self.client.backup([pages], parent=b"")
+            self._pending.append(number)
         self.counts.backups += STEP_BACKUPS
 
     def _look_up(self, n: int) -> None:
         self.counts.lookups += 1
         known = n % 2 == 0 and len(self._recent) > 0
         number = self._recent[self.counts.lookups % len(self._recent)] if known else -1
-        key = _key(number if known else -self.counts.lookups)
+        keys = _keys(number if known else -self.counts.lookups)
         rid = f"request {self.counts.lookups}"
-        if not self.client.lookup(rid, key):
+        lengths = self.client.lookup(rid, keys)
+        if not lengths:
             return
         self.counts.hits += 1
         if n or self._step % RESTORE_EVERY:
             self.client.cancel(rid)
             return
-        place = PAGES // 2 + self.counts.restores % (PAGES // 2)
+        place = PLACES // 2 + self.counts.restores % (PLACES // 2)
         self.counts.restores += 1
         self._fill(place, -1)
-        restore = self.client.restore({rid: [PoolPages("kv", key, self._slots([place]))]})
+        # Eviction may have left its first pages only.
+        count = lengths[-1]
+        slots = self._slots(place)[: count * PAGE_TOKENS]
+        restore = self.client.restore({rid: [PoolPages("kv", keys[: count * KEY_BYTES], slots)]})
         for layer in range(LAYERS):
             restore.wait_layer(layer)
         if restore.finish():
             self.counts.landed += 1
-            self._check(place, number)
+            self._check(place, number, count)
 
     def _rows(self, place: int) -> list[torch.Tensor]:
-        tokens = slice(place * PAGE_TOKENS, (place + 1) * PAGE_TOKENS)
-        return [kv[half, tokens] for kv in self._layers for half in (0, 1)]
+        """Each of shape (PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)."""
+        tokens = slice(place * PLACE_TOKENS, (place + 1) * PLACE_TOKENS)
+        shape = (PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)
+        return [kv[half, tokens].view(shape) for kv in self._layers for half in (0, 1)]
 
     def _fill(self, place: int, number: int) -> None:
         for n, row in enumerate(self._rows(place)):
-            row.fill_(_byte(number, n))
+            row.copy_(self._wanted(number, n))
 
-    def _check(self, place: int, number: int) -> None:
+    def _check(self, place: int, number: int, count: int) -> None:
         for n, row in enumerate(self._rows(place)):
-            if not bool((row == _byte(number, n)).all()):
-                raise WrongPageError(f"page {number}, row {n}")
+            if not bool((row == self._wanted(number, n))[:count].all()):
+                raise WrongPageError(f"backup {number}, row {n}")
 
-    def _slots(self, places: Sequence[int]) -> torch.Tensor:
-        return torch.cat([self._numbers[p * PAGE_TOKENS : (p + 1) * PAGE_TOKENS] for p in places])
+    def _wanted(self, number: int, row: int) -> torch.Tensor:
+        """Shape (PLACE_PAGES, 1, 1)."""
+        return self._bytes[(number * 31 + row * 7) % BYTES]
+
+    def _slots(self, place: int) -> torch.Tensor:
+        return self._numbers[place * PLACE_TOKENS : (place + 1) * PLACE_TOKENS]
 
 
-def _key(number: int) -> bytes:
-    return struct.pack("<q", number) * 4
-
-
-def _byte(number: int, row: int) -> int:
-    return (number * 31 + row * 7) % 251
+def _keys(number: int) -> bytes:
+    return b"".join(struct.pack("<4q", number, page, 0, 0) for page in range(PLACE_PAGES))
 
 
 def main() -> None:
