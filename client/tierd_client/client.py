@@ -25,7 +25,7 @@ from tierd.wire.layout import RESTORE_ENTRIES, SegmentSpec
 from tierd.wire.presence import Salt
 from tierd_client.breaker import Breaker
 from tierd_client.device import open_device
-from tierd_client.leases import ChainId, Leases
+from tierd_client.leases import ChainId, Leases, request_name
 from tierd_client.link import Link, LinkState, ProcessHandle
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
 from tierd_client.packing import Parts, Pools, grouped, key_blob
@@ -117,6 +117,7 @@ class TierClient:
         self._ack_timeout_s = ack_timeout_s
 
         self._epoch = ""
+        self._registered_epoch = ""
         self._resets = 0
         self._outbox = Outbox(self._segment.spec.backup_ring)
         self._ticket = 0
@@ -182,6 +183,7 @@ class TierClient:
             allocations=self._exports.allocations,
             pools=self._specs,
         )
+        self._registered_epoch = self._epoch
         there = self._link.register(
             message, [self._shared.fd, self._pidfd, *self._exports.fds], now
         )
@@ -202,6 +204,8 @@ class TierClient:
             self._outbox.ring.free_all()
             self._restore_ring.free_all()
             self._breaker.connected(time.monotonic(), self._link.heartbeat_s)
+            if self._registered_epoch != self._epoch:
+                self._send_reset()  # `reset` was called while the daemon had yet to answer
             log.info("connected to the tierd daemon on %s", self._link.path)
         elif self._link.refusal is not None:
             log.error("the tierd daemon refuses this rank: %s", self._link.refusal)
@@ -428,7 +432,11 @@ class TierClient:
             return []
         self._request += 1
         message = messages.Lookup(
-            request=self._request, epoch=self._epoch, rid=rid, pools=indices, keys=join_keys([keys])
+            request=self._request,
+            epoch=self._epoch,
+            rid=request_name(rid),
+            pools=indices,
+            keys=join_keys([keys]),
         )
         reply = self._ask(message)
         if reply is None:
@@ -497,7 +505,7 @@ class TierClient:
     def cancel(self, rid: str) -> None:
         """The request will not load: its lease ends."""
         if self._leases.end(rid):
-            self._link.send(messages.Cancel(rid=rid))
+            self._link.send(messages.Cancel(rid=request_name(rid)))
 
     # --- restore ------------------------------------------------------------------------------
 
@@ -522,7 +530,7 @@ class TierClient:
             ring.free_all()
         layout = self._pools.lay_out(given, ring.head)
         named = grouped(layout.parts, [len(pages) for pages in loads.values()])
-        items = list(map(messages.RestoreItem, loads, named))
+        items = list(map(messages.RestoreItem, map(request_name, loads), named))
         count = layout.end - ring.head
         copier = self._link.copier
         if (
@@ -531,6 +539,7 @@ class TierClient:
             or entry is None
             or not count
             or count > min(ring.room(), MAX_FLUSH_PAGES)
+            or len(items) > limits.MAX_ITEMS_PER_RESTORE
             or not self._can_restore()
         ):
             return FailedRestore()
@@ -603,8 +612,12 @@ class TierClient:
             self._outbox.forget()
         self._leases.clear()
         self._salts.clear()
+        if self.connected:
+            self._send_reset()
+
+    def _send_reset(self) -> None:
         message = messages.Reset(epoch=self._epoch, next_seq=self._outbox.next_seq)
-        if self.connected and not self._link.send(message):
+        if not self._link.send(message):
             self._lost("its queue is full")
 
     def close(self) -> None:

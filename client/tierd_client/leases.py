@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tierd.wire.limits import MAX_NAME
 from tierd_client.pools import PageKeys, count_keys, key_at
 
 MAX_LEASES = 8192
@@ -26,6 +28,18 @@ class ChainId(NamedTuple):
         """Raises: ValueError: the keys are not whole."""
         pages = count_keys(keys)
         return ChainId(pages, key_at(keys, -1) if pages else b"", tuple(pools))
+
+
+def request_name(rid: str) -> str:
+    """A request's id as the wire carries it: itself, or a digest of one that the wire cannot carry.
+
+    Whoever sends a request to the engine may choose its id: it can be empty, of any length, and
+    not even Unicode (a lone surrogate). One that the daemon refused would cost a time-out, and
+    then everybody's lookups.
+    """
+    if rid.isascii() and 0 < len(rid) <= MAX_NAME:
+        return rid
+    return hashlib.blake2b(rid.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class _Lease(NamedTuple):

@@ -449,6 +449,24 @@ def test_after_a_reset_in_the_middle_of_everything_no_page_is_stale(
     assert engine.restored("new", 4)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reset_between_registration_and_welcome_is_not_lost(
+    daemon2: Daemon, engines: Engines, world_size: int
+) -> None:
+    engine = engines(daemon2.socket, world_size=world_size, connect=False)
+    first, *others = (rank.client for rank in engine.ranks)
+    assert all(client.connect() for client in others)
+    os.kill(daemon2.pid, signal.SIGSTOP)
+    first.flush()
+    assert not first.connected, "it has registered, and has no answer"
+    for client in (first, *others):
+        client.reset(keep_pending=True)
+    os.kill(daemon2.pid, signal.SIGCONT)
+    eventually(engine.connected, "it is welcome")
+    eventually(lambda: engine.back_up("new", 4), "backups are kept")
+    assert engine.restored("new", 4)
+
+
 def test_words_of_a_restore_are_not_used_again_before_control_has_given_its_verdict(
     daemon: Daemon, engines: Engines
 ) -> None:

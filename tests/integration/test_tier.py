@@ -10,6 +10,8 @@ import torch
 from tier_harness import Daemon, Engine, Shape, eventually, keys, running
 from tierd_client import PoolPages
 
+from tierd.wire.limits import MAX_ITEMS_PER_RESTORE
+
 Engines = Callable[..., Engine]
 
 ONE_TOKEN = Shape("kv", page_tokens=1, pages=256, layers=3, row_bytes=512)
@@ -133,6 +135,20 @@ def test_a_cancelled_request_holds_nothing(daemon: Daemon, engines: Engines) -> 
     assert daemon.status()["pools"][0]["leased"] == 4
     engine.client.cancel("r")
     eventually(lambda: daemon.status()["pools"][0]["leased"] == 0, "the lease has ended")
+
+
+@pytest.mark.parametrize(
+    "rid", ["", "r" * 300, "lone \ud800 surrogate"], ids=["empty", "long", "no Unicode"]
+)
+def test_a_request_may_have_any_name(daemon: Daemon, engines: Engines, rid: str) -> None:
+    engine = engines(daemon.socket, lookup_timeout_s=1.0)
+    assert engine.back_up("a", 4)
+    assert engine.lookup("a", 4, rid=rid) == 4
+    assert engine.restored("a", 4, rid=rid)
+    assert engine.lookup("a", 4, rid=rid) == 4
+    engine.client.cancel(rid)
+    eventually(lambda: not any(p["leased"] for p in daemon.status()["pools"]), "nothing is held")
+    assert daemon.status()["counters"]["errors"] == 0
 
 
 def test_more_than_the_whole_tier_costs_no_page(tmp_path: Path, engines: Engines) -> None:
@@ -298,6 +314,19 @@ def test_one_missing_page_fails_the_step_and_the_next_one_goes_on(
     del loads["bad"]
     assert engine.client.restore(loads).finish()
     assert pages.wrong(keys("a", 4), range(8, 12)) == 0
+
+
+def test_a_step_of_more_requests_than_a_message_carries_fails_at_once(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket)
+    assert engine.back_up("a", 1)
+    page = engine.ranks[0].pages["kv"].named(keys("a", 1), [0])
+    most = [f"request {n}" for n in range(MAX_ITEMS_PER_RESTORE)]
+    assert engine.client.restore({rid: [page] for rid in most}).finish()
+    assert not engine.client.restore({rid: [page] for rid in [*most, "one more"]}).finish()
+    assert daemon.status()["counters"]["errors"] == 0
+    assert engine.restored("a", 1)
 
 
 def test_as_many_restores_as_a_rank_may_have_run_side_by_side(

@@ -239,7 +239,7 @@ class Restore(Message, frozen=True, tag="restore"):
     generation: U32
     ticket: U32
     fence: U32
-    items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=4096)]
+    items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_RESTORE)]
     keys: bytes
 
 
