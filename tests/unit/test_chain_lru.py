@@ -174,7 +174,7 @@ def test_the_leaf_list_does_not_grow_with_use() -> None:
     policy.insert(np.array([0]), NO_PARENT, 1)
     for _ in range(5000):
         policy.orphan(0)
-        policy.evict(1, lambda _: False, lambda _: None)
+        policy.evict(1, lambda slots: np.zeros(len(slots), np.bool_), lambda _: None)
     assert len(policy._leaves) <= 64 + 4 * 4 + 1
 
 

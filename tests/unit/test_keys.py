@@ -30,7 +30,8 @@ def test_keys_are_a_sequence_of_what_they_were_made_of() -> None:
     assert len(keys[4:2]) == len(keys[9:]) == 0
     assert keys[:2] == Keys.of(names[:2])
     assert list(keys.where(np.array([True, False, False, True, False]))) == [names[0], names[3]]
-    assert keys.rows.shape == (5, KEY_BYTES)
+    assert keys.rows.shape == (5, KEY_BYTES // 8)
+    assert keys.rows[3].tobytes() == names[3]
     with pytest.raises(IndexError):
         keys[5]
 

@@ -19,7 +19,11 @@ SHARDS = 256
 fraction of one in each of so many parts."""
 LOOK = 16
 """Keys that are looked up one by one before the next ones are expected in the slots that follow."""
-LONGEST_LOOK = 4096
+LONGEST_SEARCH = 256
+"""Where none of some keys is here, so many of the next ones are looked up one by one at most."""
+FIRST_RUN, LONGEST_RUN = 512, 4096
+"""Keys that are compared at once with those of a run of slots, at first and at most."""
+_WORDS = KEY_BYTES // 8
 
 
 class Keys(Sequence[bytes]):
@@ -66,9 +70,9 @@ class Keys(Sequence[bytes]):
         return f"Keys({len(self)})"
 
     @property
-    def rows(self) -> npt.NDArray[np.uint8]:
-        """Shape: (len(self), KEY_BYTES)."""
-        return np.frombuffer(self.blob, np.uint8).reshape(-1, KEY_BYTES)
+    def rows(self) -> npt.NDArray[np.uint64]:
+        """A key a row, as words of 64 bits. Shape: (len(self), KEY_BYTES // 8)."""
+        return np.frombuffer(self.blob, np.uint64).reshape(-1, _WORDS)
 
     def split(self) -> list[bytes]:
         blob = self.blob
@@ -76,7 +80,7 @@ class Keys(Sequence[bytes]):
 
     def has_repeats(self) -> bool:
         """Is a key there twice?"""
-        words = np.sort(np.frombuffer(self.blob, "<u8")[:: KEY_BYTES // 8])
+        words = np.sort(self.rows[:, 0])
         return bool((words[1:] == words[:-1]).any()) and len(set(self.split())) < len(self)
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Keys:
@@ -95,7 +99,7 @@ class KeyIndex:
 
     def __init__(self, most: int = 0) -> None:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self._keys: npt.NDArray[np.uint8] = column(np.uint8, most, width=KEY_BYTES)
+        self._keys: npt.NDArray[np.uint64] = column(np.uint64, most, width=_WORDS)
         self._used: npt.NDArray[np.bool_] = column(np.bool_, most)
 
     def grow(self, capacity: int) -> None:
@@ -137,33 +141,45 @@ class KeyIndex:
 
     def _find(self, keys: Keys, *, to_first_missing: bool) -> Slots:
         shards, blob, count = self._shards, keys.blob, len(keys)
-        found: list[int] = []
-        while len(found) < count:
-            at = len(found) * KEY_BYTES
-            ends = range(at + KEY_BYTES, min(at + LOOK * KEY_BYTES, len(blob)) + 1, KEY_BYTES)
-            names = [blob[end - KEY_BYTES : end] for end in ends]
-            some = [shards[name[0]].get(name, MISSING) for name in names]
-            found += some
+        # Slots that were looked up one by one, and before them whole runs.
+        single: list[int] = []
+        found: list[Slots] = []
+        at, look = 0, LOOK
+        while at < count:
+            first, end = at * KEY_BYTES, min(at + look, count) * KEY_BYTES
+            some = [
+                shards[blob[i]].get(blob[i : i + KEY_BYTES], MISSING)
+                for i in range(first, end, KEY_BYTES)
+            ]
+            at += len(some)
             if to_first_missing and MISSING in some:
-                del found[len(found) - len(some) + some.index(MISSING) :]
+                single += some[: some.index(MISSING)]
                 break
-            first = some[0]
-            if first != MISSING and some == list(range(first, first + LOOK)):
-                follow = first + LOOK
-                found.extend(range(follow, follow + self._run(keys, len(found), follow)))
-        return np.array(found, np.int64)
+            single += some
+            start = some[0]
+            if start == MISSING:
+                look = min(2 * look, LONGEST_SEARCH)
+                continue
+            look = LOOK
+            follow = start + len(some)
+            if some == list(range(start, follow)):
+                run = self._run(keys, at, follow)
+                found += (np.array(single, np.int64), np.arange(follow, follow + run))
+                single = []
+                at += run
+        return np.concatenate((*found, np.array(single, np.int64)))
 
     def _run(self, keys: Keys, at: int, slot: int) -> int:
         """How many keys from number `at` on lie in the slots from `slot` on, one after the
         other."""
         most = min(len(keys) - at, len(self._used) - slot)
-        run, look = 0, LOOK
+        rows, run, look = keys.rows, 0, FIRST_RUN
         while run < most:
-            look = min(2 * look, LONGEST_LOOK, most - run)
+            look = min(look, most - run)
             here = slice(slot + run, slot + run + look)
-            same = (self._keys[here] == keys.rows[at + run : at + run + look]).all(axis=1)
-            same &= self._used[here]
-            if not same.all():
-                return run + int(same.argmin())
+            same = self._keys[here] == rows[at + run : at + run + look]
+            if not (same.all() and self._used[here].all()):
+                return run + int((same.all(axis=1) & self._used[here]).argmin())
             run += look
+            look = min(2 * look, LONGEST_RUN)
         return run

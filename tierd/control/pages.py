@@ -18,7 +18,7 @@ from tierd.control.chains import chains
 from tierd.control.keys import MISSING, KeyIndex, Keys
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.columns import column, grown
-from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
+from tierd.eviction.policy import NO_PARENT, Drop, EvictionPolicy, Slots
 from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import HostLayout
 from tierd.wire.layout import COMMITTED, FREE, HAS_PARENT, PARENT_KNOWN, WRITING
@@ -165,7 +165,7 @@ class PagePool:
                     run.append(slot)
                     slot = int(parent[slot])
                 if run:
-                    drop(run)
+                    drop(np.array(run))
                     evicted += len(run)
         self.evictions += evicted
         first, end = self._span(ordinal)
@@ -260,7 +260,7 @@ class PagePool:
         free = (self._state[slots] == COMMITTED) & (self._holds[slots] == 0)
         if free.any():
             with self._dropping() as drop:
-                drop(slots[free].tolist())
+                drop(slots[free])
             self.evictions += int(np.count_nonzero(free))
         self.policy.touch(slots[~free], 0)
 
@@ -330,20 +330,16 @@ class PagePool:
         """
         if self.window:
             with self._dropping(visible=False) as drop:
-                drop(slots.tolist())
+                drop(slots)
             return
         parent = self.policy.parent
         inside = Counter(parent[slots].tolist())
         followed = [s for s in slots.tolist() if self.policy.children[s] > inside[s]]
         self._orphan_followers(np.array(followed, np.int64), but=set(slots.tolist()))
+        upwards = slots[::-1]
+        breaks = np.flatnonzero(parent[upwards[:-1]] != upwards[1:]) + 1
         with self._dropping(visible=False) as drop:
-            run: list[int] = []
-            for slot in reversed(slots.tolist()):
-                if run and parent[run[-1]] != slot:
-                    drop(run)
-                    run = []
-                run.append(slot)
-            if run:
+            for run in np.split(upwards, breaks):
                 drop(run)
 
     def recover(
@@ -397,8 +393,8 @@ class PagePool:
         slots = slots[self._state[slots] == COMMITTED]
         self._orphan_followers(slots)
         with self._dropping() as drop:
-            for slot in slots.tolist():
-                drop([slot])
+            for slot in slots:
+                drop(np.array([slot]))
         held = slots[self._holds[slots] > 0]
         self._state[held] = _SPOILED
         self._free -= len(held)
@@ -506,40 +502,42 @@ class PagePool:
             if not siblings:
                 del self._orphans[parent]
 
-    def _evictable(self, slot: int) -> bool:
-        return bool(self._state.item(slot) == COMMITTED and not self._holds.item(slot))
+    def _evictable(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        free: npt.NDArray[np.bool_] = self._holds[slots] == 0
+        return free & (self._state[slots] == COMMITTED)
 
-    def _drop(self, run: Slots, visible: bool) -> None:
+    def _drop(self, slots: Slots, visible: bool) -> None:
+        """The policy has let go of these pages; now everybody else does."""
         if self._orphan_of:
-            for slot in run.tolist():
+            for slot in slots.tolist():
                 self._forget_orphan(slot)
-        self.policy.remove(run)
-        keys = self._index.remove(run)
-        self._committed -= len(run) if visible else 0
-        self._set_free(run)
+        keys = self._index.remove(slots)
+        self._committed -= len(slots) if visible else 0
+        self._set_free(slots)
         if self.on_drop is not None:
             self.on_drop(keys, visible)
+        self._records.freed(np.sort(slots))
 
     @contextmanager
-    def _dropping(self, *, visible: bool = True) -> Iterator[Callable[[Sequence[int]], None]]:
-        """Gives what drops a run of pages, from the last one upwards; their headers are written
-        as one when all are dropped."""
+    def _dropping(self, *, visible: bool = True) -> Iterator[Drop]:
+        """Gives what drops a run of pages, from the last one upwards. The policy lets go of it at
+        once; all else is done for all runs together, which costs little more than for one."""
         runs: list[Slots] = []
 
-        def drop(run: Sequence[int]) -> None:
-            runs.append(np.array(run, np.int64))
-            self._drop(runs[-1], visible)
+        def drop(run: Slots) -> None:
+            self.policy.remove(run)
+            runs.append(run)
 
         yield drop
         if runs:
-            self._records.freed(np.sort(np.concatenate(runs)))
+            self._drop(np.concatenate(runs), visible)
 
 
 def _distinct(slots: Slots) -> Slots:
     """Each of them once, ascending. `numpy.unique` costs several times as much for few."""
     ordered = np.sort(slots)
-    distinct: Slots = ordered[np.diff(ordered, prepend=MISSING) != 0]
-    return distinct
+    again = ordered[1:] == ordered[:-1]
+    return np.delete(ordered, np.flatnonzero(again)) if again.any() else ordered
 
 
 def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

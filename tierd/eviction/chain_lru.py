@@ -8,13 +8,12 @@ recent as whatever was built on it, without a walk up the chain at every use.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.columns import column, grown
-from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.eviction.policy import NO_PARENT, Drop, Evictable, Slots
 
 _NEVER = 0
 _NONE = -1
@@ -96,10 +95,8 @@ class ChainLru:
             if self.children[parent] == 0:
                 self._push(parent)
 
-    def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
-    ) -> int:
-        held: list[tuple[int, int]] = []
+    def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
+        held: list[int] = []
         gone = 0
         while gone < count and self._leaves:
             used, slot = heapq.heappop(self._leaves)
@@ -107,39 +104,37 @@ class ChainLru:
                 continue  # pushed again when it becomes a leaf
             if self._last_use[slot] != used:
                 self._push(slot)
-            elif evictable(slot):
-                run = self._upwards(slot, count - gone, evictable)
+                continue
+            run = self._victims(slot, count - gone, evictable)
+            if len(run):
                 drop(run)
                 gone += len(run)
             else:
-                held.append((used, slot))
-        for entry in held:
-            heapq.heappush(self._leaves, entry)
+                held.append(slot)
+        for slot in held:
+            self._push(slot)
         self._compact()
         return gone
 
     def recency(self, slots: Slots | slice) -> int:
         return int(self._last_use[slots].max(initial=_NEVER))
 
-    def _upwards(self, leaf: int, most: int, evictable: Callable[[int], bool]) -> list[int]:
-        """The coldest leaf and those before it that are the coldest in their turn: nothing else
-        follows them, and they were used no later."""
+    def _victims(self, leaf: int, most: int, evictable: Evictable) -> Slots:
+        """The coldest leaf and those before it that are the coldest in their turn, from the leaf
+        upwards: nothing else follows them, and they were used no later. None if the leaf may not
+        go."""
+        if not evictable(np.array([leaf])).all():
+            return np.empty(0, np.int64)
         parent, children = self.parent.item, self.children.item
-        last_use = self._last_use.item
-        used = last_use(leaf)
         run = [leaf]
         above = parent(leaf)
-        while (
-            len(run) < most
-            and above != NO_PARENT
-            and children(above) == 1
-            and last_use(above) <= used
-            and self._alike(above, leaf)
-            and evictable(above)
-        ):
+        while len(run) < most and above != NO_PARENT and children(above) == 1:
             run.append(above)
             above = parent(above)
-        return run
+        slots = np.array(run)
+        go = evictable(slots) & (self._last_use[slots] <= self._last_use[leaf])
+        go &= self._alike(slots, leaf)
+        return slots if go.all() else slots[: int(go.argmin())]
 
     def _attach(self, slot: int, parent: int) -> None:
         beside = self._child.item(parent)
@@ -163,9 +158,9 @@ class ChainLru:
         self.parent[slot] = NO_PARENT
         self.children[parent] -= 1
 
-    def _alike(self, slot: int, other: int) -> bool:
-        """Does recency alone decide between these two?"""
-        return True
+    def _alike(self, slots: Slots, other: int) -> npt.NDArray[np.bool_]:
+        """Does recency alone decide between each of these and the other?"""
+        return np.ones(len(slots), np.bool_)
 
     def _push(self, slot: int) -> None:
         heapq.heappush(self._leaves, (int(self._last_use[slot]), slot))

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.chain_lru import ChainLru
 from tierd.eviction.columns import column, grown
-from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.eviction.policy import NO_PARENT, Drop, Evictable, Slots
 
 NEW, CONTINUED, REUSED = range(3)
 """NEW: the beginning of a branch, such as a first prompt or a document that is read once.
@@ -74,9 +73,7 @@ class ChainReuse(ChainLru):
             self._observe(slots, now)
         super().touch(slots, now)
 
-    def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
-    ) -> int:
+    def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
         chances = self._chances()
         held: list[int] = []
         gone = 0
@@ -85,10 +82,10 @@ class ChainReuse(ChainLru):
             if coldest is None:
                 break
             used, slot = heapq.heappop(self._heaps[coldest])
-            if not evictable(slot):
+            run = self._victims(slot, count - gone, evictable)
+            if not len(run):
                 held.append(slot)
                 continue
-            run = self._upwards(slot, count - gone, evictable)
             if used:
                 self._losses[coldest] += len(run)
                 self._victim_use = used
@@ -100,8 +97,9 @@ class ChainReuse(ChainLru):
         self._compact()
         return gone
 
-    def _alike(self, slot: int, other: int) -> bool:
-        return self._class.item(slot) == self._class.item(other)
+    def _alike(self, slots: Slots, other: int) -> npt.NDArray[np.bool_]:
+        alike: npt.NDArray[np.bool_] = self._class[slots] == self._class[other]
+        return alike
 
     def _class_after(self, parent: int) -> int:
         """The class of a page that comes after the one in slot `parent`."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Slots = npt.NDArray[np.int64]
+
+Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
+"""Which of some pages may go. Shapes: (n,) both."""
+Drop = Callable[[Slots], None]
+"""Gives a run of pages up, named from the last one upwards."""
 
 NO_PARENT = -1
 
@@ -51,9 +56,7 @@ class EvictionPolicy(Protocol):
         """A run of pages is gone, named from its last page upwards. That page must have no
         successors here, and the others none but the one named before them."""
 
-    def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
-    ) -> int:
+    def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
         """Choose up to `count` victims.
 
         They are given to `drop` as runs, from the last page upwards, and it calls `remove`; that

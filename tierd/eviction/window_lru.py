@@ -10,13 +10,12 @@ page is as old as that page was, and is next in line.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.eviction.columns import column, grown
-from tierd.eviction.policy import NO_PARENT, Slots
+from tierd.eviction.policy import NO_PARENT, Drop, Evictable, Slots
 
 _NEVER = 0
 
@@ -75,34 +74,42 @@ class WindowLru:
         self._present[run] = False
         self._last_use[run] = _NEVER
 
-    def evict(
-        self, count: int, evictable: Callable[[int], bool], drop: Callable[[Sequence[int]], None]
-    ) -> int:
+    def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
         held: list[tuple[int, int, int]] = []
         gone: list[int] = []
-        while len(gone) < count and self._queue:
-            entry = heapq.heappop(self._queue)
-            used, order, slot = entry
-            if not self._present[slot] or self._order[slot] != order:
-                continue
-            if self._last_use[slot] != used:
-                if self._last_use[slot] > used:
-                    self._push(slot)
-                continue  # else it was demoted, and pushed then
-            if evictable(slot):
-                self._present[slot] = False  # an entry may be in the queue twice
-                gone.append(slot)
-            else:
-                held.append(entry)
+        while coldest := self._pop(count - len(gone)):
+            may_go = evictable(np.array([slot for _, _, slot in coldest])).tolist()
+            for entry, goes in zip(coldest, may_go, strict=True):
+                if goes:
+                    gone.append(entry[2])
+                else:
+                    held.append(entry)
         for entry in held:
+            self._present[entry[2]] = True
             heapq.heappush(self._queue, entry)
         if gone:
-            drop(gone)
+            drop(np.array(gone))
         self._compact()
         return len(gone)
 
     def recency(self, slots: Slots | slice) -> int:
         return int(self._last_use[slots].max(initial=_NEVER))
+
+    def _pop(self, most: int) -> list[tuple[int, int, int]]:
+        """The entries of up to so many of the coldest pages, which are not present until further
+        notice: an entry may be in the queue twice."""
+        found: list[tuple[int, int, int]] = []
+        while len(found) < most and self._queue:
+            entry = heapq.heappop(self._queue)
+            used, order, slot = entry
+            if not self._present[slot] or self._order[slot] != order:
+                continue
+            if self._last_use[slot] == used:
+                self._present[slot] = False
+                found.append(entry)
+            elif self._last_use[slot] > used:
+                self._push(slot)  # else it was demoted, and pushed then
+        return found
 
     def _push(self, slot: int) -> None:
         entry = (int(self._last_use[slot]), int(self._order[slot]), slot)

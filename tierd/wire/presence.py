@@ -109,13 +109,8 @@ class PresenceTable:
                 at, fingerprint = self._place(keys[i : i + KEY_BYTES], salt)
                 self._exchange(at, 0, fingerprint, spilled=1)
             return
-        buckets, fingerprints, alone = self._places(keys, salt)
-        free = self._table[buckets, :WIDTH] == 0
-        placed = alone & free.any(axis=1)
-        self._table[buckets[placed], free.argmax(axis=1)[placed]] = fingerprints[placed]
-        self._table[buckets[alone & ~placed], WIDTH] += np.uint64(1)
-        for i in np.flatnonzero(~alone).tolist():
-            self._exchange(int(buckets[i]) * _WORDS, 0, int(fingerprints[i]), spilled=1)
+        buckets, fingerprints = self._places(keys, salt)
+        self._exchange_all(buckets, np.zeros_like(fingerprints), fingerprints, spilled=1)
 
     def remove(self, keys: bytes, salt: Salt) -> None:
         """Pages that were added are gone."""
@@ -124,13 +119,8 @@ class PresenceTable:
                 at, fingerprint = self._place(keys[i : i + KEY_BYTES], salt)
                 self._exchange(at, fingerprint, 0, spilled=-1)
             return
-        buckets, fingerprints, alone = self._places(keys, salt)
-        theirs = self._table[buckets, :WIDTH] == fingerprints[:, None]
-        placed = alone & theirs.any(axis=1)
-        self._table[buckets[placed], theirs.argmax(axis=1)[placed]] = 0
-        self._table[buckets[alone & ~placed], WIDTH] -= np.uint64(1)
-        for i in np.flatnonzero(~alone).tolist():
-            self._exchange(int(buckets[i]) * _WORDS, int(fingerprints[i]), 0, spilled=-1)
+        buckets, fingerprints = self._places(keys, salt)
+        self._exchange_all(buckets, fingerprints, np.zeros_like(fingerprints), spilled=-1)
 
     def release(self) -> None:
         """Let go of the buffer."""
@@ -140,18 +130,36 @@ class PresenceTable:
 
     def _places(
         self, keys: bytes, salt: Salt
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Per key its bucket, its fingerprint, and whether it is the first of its bucket: the
-        others must be done one by one."""
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The bucket of each key, and its fingerprint. Shapes: (keys,)."""
         words = np.frombuffer(keys, "<u8").reshape(-1, 4)
-        buckets = ((words[:, 0] ^ np.uint64(salt.low)) & np.uint64(self._mask)).astype(np.int64)
-        fingerprints = words[:, 1] ^ np.uint64(salt.high)
-        fingerprints[fingerprints == 0] = 1
-        order = buckets.argsort(kind="stable")
-        first = np.diff(buckets[order], prepend=-1) != 0
-        alone = np.zeros(len(buckets), np.bool_)
-        alone[order[first]] = True
-        return buckets, fingerprints, alone
+        buckets = (words[:, 0] ^ np.uint64(salt.low)) & np.uint64(self._mask)
+        fingerprints = np.maximum(words[:, 1] ^ np.uint64(salt.high), np.uint64(1))
+        return buckets.view(np.int64), fingerprints
+
+    def _exchange_all(
+        self,
+        buckets: npt.NDArray[np.int64],
+        old: npt.NDArray[np.uint64],
+        new: npt.NDArray[np.uint64],
+        *,
+        spilled: int,
+    ) -> None:
+        """`_exchange` in many buckets."""
+        theirs = self._table.take(buckets, axis=0)[:, :WIDTH] == old[:, None]
+        found, where = theirs.any(axis=1), theirs.argmax(axis=1)
+        ordered = np.sort(buckets)
+        if found.all() and not (ordered[1:] == ordered[:-1]).any():
+            self._table[buckets, where] = new
+            return
+        # What has been seen of a bucket holds for the first one in it; the others are done one
+        # by one, as are those that spill.
+        first = np.zeros(len(buckets), np.bool_)
+        first[np.unique(buckets, return_index=True)[1]] = True
+        at_once = found & first
+        self._table[buckets[at_once], where[at_once]] = new[at_once]
+        for i in np.flatnonzero(~at_once).tolist():
+            self._exchange(int(buckets[i]) * _WORDS, int(old[i]), int(new[i]), spilled=spilled)
 
     def _exchange(self, at: int, old: int, new: int, *, spilled: int) -> None:
         """In the bucket that begins at word `at`, put a fingerprint in another's place; if that
