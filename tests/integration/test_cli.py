@@ -20,16 +20,18 @@ import torch
 from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 
 from tierd.cli.gpus import visible_gpus
+from tierd.cli.serve import notify_systemd
 from tierd.wire.errors import ConfigError
 
 TIERD = [sys.executable, "-m", "tierd"]
 TIMEOUT_S = 60
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """One command to its end, on a wide terminal."""
+def run(*arguments: str, descriptors: int | None = None) -> subprocess.CompletedProcess[str]:
+    """One command to its end, on a wide terminal. `descriptors`: how many it may have open."""
+    limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}:{descriptors}"]
     return subprocess.run(
-        [*TIERD, *arguments],
+        [*limit, *TIERD, *arguments],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -264,6 +266,22 @@ def test_a_service_manager_is_told_when_engines_can_connect(tmp_path: Path) -> N
             assert words[-1] == b"STOPPING=1"
 
 
+def test_a_service_manager_that_is_gone_costs_the_daemon_nothing(tmp_path: Path) -> None:
+    with daemon_on(tmp_path / "tierd.sock", NOTIFY_SOCKET=str(tmp_path / "gone")) as daemon:
+        assert daemon.ready_line.startswith("tierd ready")
+        assert daemon.tierd("status").returncode == 0
+
+
+@pytest.mark.timeout(20)
+def test_a_service_manager_that_does_not_listen_holds_nobody_up(tmp_path: Path) -> None:
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        for _ in range(10_000):  # far more than its queue holds
+            notify_systemd("WATCHDOG=1", address)
+        assert manager.recv(64) == b"WATCHDOG=1"
+
+
 @pytest.mark.parametrize("command", ["status", "clear", "pause", "resume"])
 def test_without_a_daemon_one_line_says_how_to_start_one(tmp_path: Path, command: str) -> None:
     answer = run(command, "--socket", str(tmp_path / "none.sock"))
@@ -291,6 +309,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert refused.returncode == 2
     assert words in refused.stderr
     assert refused.stdout == ""
+
+
+def test_more_chunks_than_the_process_may_have_descriptors_are_refused(tmp_path: Path) -> None:
+    refused = run(
+        *("serve", "--socket", str(tmp_path / "tierd.sock"), "--devices=host"),
+        *("--memory=64GiB", "--no-memory-check"),
+        descriptors=1000,
+    )
+    assert refused.returncode == 2
+    assert "--memory 64.0 GiB" in refused.stderr
+    assert "1,000" in refused.stderr
+    assert "LimitNOFILE" in refused.stderr
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="CUDA can use the GPUs of this machine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -232,10 +233,16 @@ def tell_systemd(state: str) -> None:
 
 
 def notify_systemd(state: str, address: str | None) -> None:
-    """Send a state to the service manager (sd_notify(3)); nothing to do without an address."""
+    """Send a state to the service manager (sd_notify(3)); nothing to do without an address.
+
+    Never waits, and a manager that is gone or does not read costs nothing: the daemon serves on,
+    and a watchdog that hears nothing acts by itself.
+    """
     if not address:
         return
     if address.startswith("@"):
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.sendto(state.encode(), address)
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.sendto(state.encode(), address)

@@ -6,6 +6,7 @@ their loss means, is kept here as plain fields and decided in `tierd.control.ser
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -31,6 +32,7 @@ log = logging.getLogger("tierd.control")
 RESTART_S = 0.2
 """Pause before a copier is started again; doubled at each failure in a row, up to MAX_RESTART_S."""
 MAX_RESTART_S = 10.0
+MOST_DOUBLINGS = 16
 DEATH_S = 30.0
 """How long the end of the daemon waits for a killed copier."""
 
@@ -119,9 +121,28 @@ class Copier:
         self._failures = 0
 
     def start(self, now: float) -> None:
-        """Start the process; `CopierReady` says when it can work."""
+        """Start the process; `CopierReady` says when it can work. Where none can be made, it stays
+        DEAD and is due again at `restart_at`."""
+        try:
+            self._launch()
+        except OSError as error:
+            self._fail(now)
+            log.error(
+                "copier %s cannot be started (%s), trying again in %.1f s: until then its engines "
+                "go without a host tier; cached pages stay",
+                self.device,
+                error,
+                self.restart_at - now,
+            )
+            return
+        self.state = CopierState.STARTING
+        self._ready_by = now + self._deadlines.start_s
+
+    def _launch(self) -> None:
+        """Raises: OSError: no process or no descriptor left, or no such interpreter any more."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             command = [
                 sys.executable,
                 "-m",
@@ -143,12 +164,13 @@ class Copier:
             if self._hold_fd >= 0:
                 command += ["--hold-fd", str(self._hold_fd)]
                 inherited.append(self._hold_fd)
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            self.pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
+        self._process, self.pid = process, process.pid
         self.channel = Channel(ours, codec.FROM_COPIER)
-        self.state = CopierState.STARTING
-        self._ready_by = now + self._deadlines.start_s
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tell the copier something. A dead one is noticed by its end of file, not here."""
@@ -234,9 +256,14 @@ class Copier:
         self.state = CopierState.DEAD
         self.chunks.clear()
         self.restarts += 1
-        self._failures += 1
-        self.restart_at = now + min(RESTART_S * 2 ** (self._failures - 1), MAX_RESTART_S)
+        self._fail(now)
         return status
+
+    def _fail(self, now: float) -> None:
+        self.restart_at = now + min(RESTART_S * 2**self._failures, MAX_RESTART_S)
+        # Not without end: a copier that cannot start for hours would make a number of it that no
+        # float holds.
+        self._failures = min(self._failures + 1, MOST_DOUBLINGS)
 
     def stop(self, timeout_s: float) -> None:
         """Ask the process to finish and exit; kill it when the time is up."""

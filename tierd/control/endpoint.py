@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -43,6 +44,8 @@ class Endpoint:
         self.router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._open = False
+        # Given up for a moment to turn somebody away when there is no other descriptor left.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with _locked(path.parent):
                 _clear_stale(path)
@@ -79,7 +82,14 @@ class Endpoint:
             except BlockingIOError:
                 return
             except OSError as error:
-                log.error("a connection could not be accepted, and has to come again: %s", error)
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away()
+                log.error(
+                    "a connection was turned away (%s); an engine comes again by itself. "
+                    "`ls -l /proc/%d/fd` says what holds the descriptors",
+                    error.strerror,
+                    os.getpid(),
+                )
                 return
             channel = Channel(sock, codec.FROM_LIFELINE)
             pid, uid, _ = channel.peer()
@@ -90,6 +100,14 @@ class Endpoint:
                     "group: `tierd serve --group NAME`"
                 )
             yield channel
+
+    def _turn_away(self) -> None:
+        """Take a connection and end it. Left waiting, it would keep the listener readable, and the
+        loop awake, for as long as no descriptor is free."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self.listener.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """What clients have sent: (routing id, message). Bounded, so that others get a turn."""
@@ -115,14 +133,18 @@ class Endpoint:
             self.router.send_multipart([route, data], zmq.NOBLOCK)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the sockets and remove their files; what was sent may take so long to be taken.
+        """Remove the sockets' files and close them; what was sent may take so long to be taken.
         Idempotent."""
-        self.listener.close()
-        self._context.destroy(linger=int(linger_s * 1000))
+        # The files first: once nobody listens, another daemon may put its own in their place.
         if self._open:
             self._open = False
             self.path.unlink(missing_ok=True)
             self._zmq_path.unlink(missing_ok=True)
+        self.listener.close()
+        self._context.destroy(linger=int(linger_s * 1000))
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
 
 def _clear_stale(path: Path) -> None:

@@ -37,9 +37,10 @@ from tierd.control.members import Members, refused
 from tierd.control.recovery import recover
 from tierd.control.restore_desk import RestoreDesk
 from tierd.control.state import State
+from tierd.memory.limits import format_size
 from tierd.memory.persist import PersistDirectory
 from tierd.wire import codec, messages
-from tierd.wire.errors import ProtocolError, TierdError
+from tierd.wire.errors import ConfigError, ProtocolError, TierdError
 
 log = logging.getLogger("tierd.control")
 
@@ -53,6 +54,8 @@ SLOW_S = 1.0
 """A turn of the loop that takes longer is worth a word: clients give up on a lookup by then."""
 LAST_ACKS_S = 0.5
 """How long the end waits for clients to take their last acks."""
+SPARE_DESCRIPTORS = 512
+"""What control needs beside one descriptor a chunk: a few a rank, and its own."""
 EXIT_DONE, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 4
 
 
@@ -74,9 +77,10 @@ def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[s
         notify: Told that the daemon lives, and that it ends, in the words of sd_notify(3).
 
     Returns: the exit status: EXIT_DONE, EXIT_FAILED (a copier cannot start), EXIT_UNFINISHED.
-    Raises: ConfigError: the socket cannot be had; the text says why and what to do.
+    Raises: ConfigError: the socket, or enough descriptors, cannot be had; the text says why and
+        what to do.
     """
-    _raise_descriptor_limit()
+    _raise_descriptor_limit(config)
     with contextlib.ExitStack() as stack:
         directory = None
         if config.persist is not None:
@@ -95,11 +99,24 @@ def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[s
         return control.run(on_ready)
 
 
-def _raise_descriptor_limit() -> None:
-    """A chunk costs a descriptor, and the usual soft limit of 1,024 ends at 64 GiB."""
+def _raise_descriptor_limit(config: ServeConfig) -> None:
+    """A chunk costs a descriptor, and the usual soft limit of 1,024 ends at 64 GiB.
+
+    Raises: ConfigError: the hard limit does not do either: the daemon would have none left for
+        ranks once its memory is in use.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = config.memory_bytes // config.pages.chunk_bytes + SPARE_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        chunk = format_size(config.pages.chunk_bytes)
+        raise ConfigError(
+            f"--memory {format_size(config.memory_bytes)} takes {needed:,} file descriptors, one "
+            f"for each {chunk}, and this process may have {hard:,}: raise the hard limit "
+            "(`ulimit -Hn`, LimitNOFILE= in a unit, --ulimit nofile= of a container), take huge "
+            "pages of 1GiB, or ask for less"
+        )
 
 
 class Control:

@@ -1,0 +1,103 @@
+"""The daemon's socket files: one daemon has them at a time, and takes only its own away."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tierd.control.endpoint import Endpoint
+from tierd.wire.errors import ConfigError
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def unread_client(endpoint: Endpoint, stack: ExitStack) -> None:
+    """A client that reads nothing: what was sent to it holds the endpoint's end up."""
+    context = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    dealer = context.socket(zmq.DEALER)
+    stack.callback(dealer.close, 0)
+    dealer.setsockopt(zmq.IDENTITY, b"slow")
+    dealer.setsockopt(zmq.RCVHWM, 1)
+    dealer.connect(f"ipc://{endpoint.path}.zmq")
+    dealer.send(b"hello")
+    assert endpoint.router.poll(10_000)
+    route, _ = endpoint.router.recv_multipart()
+    for _ in range(100):
+        endpoint.router.send_multipart([route, bytes(1 << 20)])
+
+
+def test_an_endpoint_that_ends_leaves_no_file(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path / "tierd.sock")
+    assert {file.name for file in tmp_path.iterdir()} == {"tierd.sock", "tierd.sock.zmq"}
+    endpoint.close()
+    endpoint.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_live_endpoint_is_not_taken_over(tmp_path: Path, stack: ExitStack) -> None:
+    first = Endpoint(tmp_path / "tierd.sock")
+    stack.callback(first.close)
+    with pytest.raises(ConfigError, match="a daemon serves"):
+        Endpoint(tmp_path / "tierd.sock")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_endpoint_that_takes_its_time_to_end_leaves_its_successor_alone(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    old = Endpoint(tmp_path / "tierd.sock")
+    unread_client(old, stack)
+    ending = threading.Thread(target=old.close, args=(1.0,))
+    ending.start()
+    stack.callback(ending.join)
+    new = None
+    while new is None:
+        try:
+            new = Endpoint(tmp_path / "tierd.sock")
+        except ConfigError:
+            assert ending.is_alive(), "it was over before its successor began"
+    stack.callback(new.close)
+    assert ending.is_alive(), "the two overlap"
+    ending.join()
+    assert {file.name for file in tmp_path.iterdir()} == {"tierd.sock", "tierd.sock.zmq"}
+
+
+def test_without_a_descriptor_left_who_connects_is_turned_away_and_does_not_keep_the_loop_busy(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    endpoint = Endpoint(tmp_path / "tierd.sock")
+    stack.callback(endpoint.close)
+    early, late = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+    early.settimeout(10.0)
+    early.connect(str(endpoint.path))
+    listening = select.poll()
+    listening.register(endpoint.listener, select.POLLIN)
+    assert listening.poll(10_000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no descriptor from there on
+    try:
+        assert list(endpoint.accept()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert early.recv(1) == b"", "it is told to come again, rather than left waiting"
+    assert not listening.poll(0)
+    late.connect(str(endpoint.path))
+    assert listening.poll(10_000)
+    (channel,) = endpoint.accept()
+    channel.close()
