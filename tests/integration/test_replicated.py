@@ -37,6 +37,19 @@ def moved(daemon: Daemon, what: str) -> list[int]:
     return [copier[what] for copier in daemon.status()["copiers"]]
 
 
+def test_the_presence_table_is_as_large_as_the_pages_are_many(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    small = Shape(page_tokens=1, layers=1, row_bytes=512, replicated=True)
+    together = Engine(daemon.socket, [small], world_size=2)
+    with running(tmp_path / "alone") as other:
+        alone = Engine(other.socket, [small])
+        tables = [engine.client._link.presence for engine in (together, alone)]
+        assert len({table.buckets for table in tables if table is not None}) == 1
+        alone.close()
+    together.close()
+
+
 def test_memory_is_used_once_and_every_rank_restores_every_byte(
     daemon: Daemon, engine: Engine
 ) -> None:

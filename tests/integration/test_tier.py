@@ -233,7 +233,33 @@ def test_an_epoch_ends_with_its_engine(daemon: Daemon, engines: Engines) -> None
     assert claimed > 0
     engine.close()
     eventually(lambda: daemon.status()["memory"]["claimed_bytes"] == 0, "its memory is back")
-    assert [pool["slots_total"] for pool in daemon.status()["pools"]] == [0]
+    assert daemon.status()["pools"] == []
+
+
+def test_a_namespace_is_forgotten_once_nobody_uses_it_and_none_of_its_pages_is_left(
+    tmp_path: Path, engines: Engines
+) -> None:
+    large = [Shape(row_bytes=64 << 10)]  # 1 MiB a page, 63 in a chunk
+    with running(tmp_path / "small", memory="128MiB") as daemon:
+
+        def namespaces() -> int:
+            return len(daemon.status()["pools"])
+
+        engines(daemon.socket, instance="one", namespace={"model": "one"}).close()
+        eventually(lambda: namespaces() == 0, "the one that has kept nothing is forgotten")
+        old = engines(daemon.socket, large, instance="two", namespace={"model": "two"})
+        assert old.back_up("a", 4)
+        old.close()
+        new = engines(daemon.socket, large, instance="three", namespace={"model": "three"})
+        assert namespaces() == 2, "pages outlive their engine"
+        chains = iter(range(1000))
+
+        def forgotten() -> bool:
+            new.back_up(f"chain {next(chains)}", 30)
+            return namespaces() == 1
+
+        eventually(forgotten, "the one whose memory others have taken is forgotten")
+        assert daemon.status()["counters"]["pages_evicted"] >= 4, "what has gone still counts"
 
 
 def test_reset_with_work_under_way_keeps_none_of_it(daemon: Daemon, engines: Engines) -> None:

@@ -38,6 +38,11 @@ class Catalog:
         self.pools: dict[str, PagePool] = {}
         self._presence = presence
 
+    @property
+    def is_empty(self) -> bool:
+        """Has no pool a slot?"""
+        return not any(pool.capacity for pool in self.pools.values())
+
     def add_pool(self, pool: PagePool) -> None:
         """Take in a new pool."""
         self.pools[pool.name] = pool

@@ -107,10 +107,12 @@ class Members:
 
     def _fit_presence(self, info: messages.Register) -> None:
         """Have a presence table that is large enough for pages as small as this rank's."""
-        whole = [self._state.layout(pool) for pool in info.pools if not pool.window]
+        whole = [pool for pool in info.pools if not pool.window]
         if not whole:
             return
-        page_bytes = info.world_size * sum(layout.slot_bytes for layout in whole)
+        page_bytes = sum(
+            shards(pool, info.world_size) * self._state.layout(pool).slot_bytes for pool in whole
+        )
         presence = self._state.presence
         if not presence.outgrown_by(page_bytes, len(whole)):
             return

@@ -454,5 +454,5 @@ class Control:
         if self._announced and now >= self._next_notice:
             self._next_notice = now + NOTIFY_S
             self._notify("WATCHDOG=1")
-        self._state.drop_private()
+        self._state.drop_abandoned()
         self._state.room.rebalance(now)

@@ -178,17 +178,20 @@ class State:
         for epoch in [epoch for epoch in group.catalogs if epoch not in wanted]:
             del group.catalogs[epoch]
 
-    def drop_private(self) -> None:
-        """Give back the memory of epochs that nobody is in."""
+    def drop_abandoned(self) -> None:
+        """Give back what `abandoned` catalogs have, some at a time, and forget them."""
         for catalog in self.abandoned():
             if self.room.dissolve(catalog):
                 self.counters["pages_evicted"] += sum(p.evictions for p in catalog.pools.values())
                 del self.catalogs[catalog.digest]
 
     def abandoned(self) -> list[Catalog]:
-        """Private epochs that nobody is in."""
+        """Catalogs that nobody is in and nobody can come back to: private epochs, and namespaces
+        of which nothing is left. Each costs what is known of as many slots as it ever had."""
         used = {id(c) for g in self.groups.values() for c in g.catalogs.values()}
-        return [c for c in self.catalogs.values() if c.private and id(c) not in used]
+        return [
+            c for c in self.catalogs.values() if id(c) not in used and (c.private or c.is_empty)
+        ]
 
     def sharers(self, catalog: Catalog) -> list[tuple[int, Copier]]:
         """(shard, copier) of every rank that uses a catalog."""
