@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from one_process import OneProcess
 
 from tierd.bench.wire_rank import WireRank
-from tierd.control.backup_desk import SLICE_STEPS
+from tierd.control.backup_desk import SLICE_STEPS, BackupDesk
 from tierd.control.backups import STEP_PAGES
 from tierd.control.pages import PagePool
 from tierd.wire import limits, messages
@@ -73,6 +75,22 @@ def test_a_turn_decides_no_more_than_a_slice(daemon: OneProcess, rank: WireRank)
         assert pool.arrivals - before <= SLICE_STEPS * STEP_PAGES
     assert rank.kept == rank.sent
     assert turns >= LONG // (SLICE_STEPS * STEP_PAGES)
+
+
+def test_after_every_step_somebody_looks_for_what_clients_ask(
+    daemon: OneProcess, rank: WireRank
+) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool, (session,) = pool_of(daemon), daemon.state.sessions.values()
+    item = messages.BackupItem(1, False, [messages.Part(0, LONG, 10)], b"", True)
+    long = messages.Flush(epoch="", ticket=2, fence=0, items=[item], keys=keys(2, LONG))
+    desk, now = BackupDesk(daemon.state), time.monotonic()
+    desk.flush(session, long, now)
+    arrived = [pool.arrivals]
+    while desk.work(now, lambda: arrived.append(pool.arrivals)):
+        arrived.append(pool.arrivals)
+    assert pool.arrivals == 10 + LONG
+    assert max(after - before for before, after in pairwise(arrived)) <= STEP_PAGES
 
 
 def test_a_lookup_is_answered_while_a_long_prompt_is_taken_in(

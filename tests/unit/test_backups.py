@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +25,7 @@ from tierd.control.backups import (
     RepeatedKeyError,
     Sequencer,
     Writers,
+    copied,
     runs,
 )
 from tierd.control.keys import MISSING, Keys
@@ -112,7 +113,7 @@ class Engine:
     def copied(self, pieces: list[Piece], *ranks: bool) -> None:
         for ok in ranks:
             for piece in pieces:
-                self.backups.copied(piece, ok)
+                copied([(piece, ok)])
 
 
 def place(placement: Placement) -> list[Piece]:
@@ -359,7 +360,7 @@ def test_a_backup_of_several_pools_is_kept_in_all_or_in_none() -> None:
     copies = place(backups.begin(0, both, [kv, swa], 1))
     assert [(copy.part, copy.pool.name) for copy in copies] == [(0, "kv"), (1, "swa")]
     for copy in copies:
-        backups.copied(copy, False)
+        copied([(copy, False)])
     assert (kv.pages, swa.pages) == (0, 0)
     assert acked == [(0, False)]
     full = make_pool(1, "swa")
@@ -402,7 +403,7 @@ class Interleavings(RuleBasedStateMachine):
         self.reported = [[0, 0], [0, 0]]
         self.sequencers = [Sequencer({0: 0, 1: 0}, TIMEOUT_S) for _ in range(2)]
         self.answered: list[list[int]] = [[], []]
-        self.in_flight: list[deque[Piece]] = [deque(), deque()]
+        self.in_flight: list[list[Piece]] = [[], []]
         self.decided: list[set[int]] = [set(), set()]
         self.evicted: set[bytes] = set()
         self.backups = [Backups(2, self.writers, self._acker(group)) for group in range(2)]
@@ -462,12 +463,14 @@ class Interleavings(RuleBasedStateMachine):
         self.decided[group].add(seq)
 
     @precondition(lambda self: any(self.in_flight))
-    @rule(group=GROUPS, ok=st.booleans(), at=st.integers(0, 7))
-    def a_copy_retires(self, group: int, ok: bool, at: int) -> None:
-        flying = self.in_flight[group] or self.in_flight[1 - group]
-        piece = flying[at % len(flying)]
-        del flying[at % len(flying)]
-        piece.owner.copied(piece, ok)
+    @rule(copies=st.lists(st.tuples(GROUPS, st.booleans(), st.integers(0, 7)), min_size=1))
+    def copies_retire(self, copies: list[tuple[int, bool, int]]) -> None:
+        retired = []
+        for group, ok, at in copies:
+            flying = self.in_flight[group] or self.in_flight[1 - group]
+            if flying:
+                retired.append((flying.pop(at % len(flying)), ok))
+        copied(retired)
 
     @rule(count=st.integers(1, 3))
     def pages_are_evicted(self, count: int) -> None:
@@ -496,7 +499,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.the_next_is_decided(group)
                 self.now += TIMEOUT_S
         while any(self.in_flight):
-            self.a_copy_retires(0, True, 0)
+            self.copies_retire([(0, True, 0)])
         for group in range(2):
             assert self.answered[group] == list(range(len(self.offers[group])))
         assert len(self.writers) == 0

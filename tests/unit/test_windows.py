@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.control.backups import Backups, NoRoomError, Offer, OfferPart, Writers
+from tierd.control.backups import Backups, NoRoomError, Offer, OfferPart, Writers, copied
 from tierd.control.catalog import Catalog
 from tierd.control.keys import Keys
 from tierd.control.leases import FEW, Leases, boundaries, few
@@ -71,7 +71,7 @@ class Model:
                 lack.pool.evict(lack.missing)
                 continue
             if piece is not None:
-                self.backups.copied(piece, True)
+                copied([(piece, True)])
         self.seq += 1
 
     def look_up(self, keys: Keys, rid: str = "r") -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from tierd.control.backups import (
     OfferPart,
     Piece,
     RepeatedKeyError,
+    copied,
     runs,
 )
 from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
@@ -29,9 +31,12 @@ FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
 JOB_PAGES = 2048
 """A job's size, roughly: a restore never waits behind more than a few of them."""
-SLICE_S = 0.0005
+SLICE_S = 0.001
 SLICE_STEPS = 8
-"""Steps go on for so long, or are so many, before the loop looks for lookups and restores again."""
+"""Steps go on for so long, or are so many, before the loop looks at copiers and lifelines again.
+What clients ask is looked for after every step."""
+RETIRED_PAGES = 256
+"""Pages that become visible at a time, roughly."""
 NOTE_ITEMS = 64
 """Backups of a message that are noted at a time."""
 
@@ -121,9 +126,10 @@ class BackupDesk:
 
     # --- work ---------------------------------------------------------------------------------
 
-    def work(self, now: float) -> bool:
+    def work(self, now: float, look: Callable[[], None]) -> bool:
         """Work for one slice: one step of each group in turn.
 
+        Args: `look`: called after each step, to answer what cannot wait for the slice's end.
         Returns: whether there is more that need not wait for anything.
         """
         until = time.monotonic() + SLICE_S
@@ -131,6 +137,7 @@ class BackupDesk:
             more = self.step(now)
             if not more or time.monotonic() >= until:
                 break
+            look()
         for group in self._state.groups.values():
             batches, group.batches = group.batches, {}
             for rank, batch in batches.items():
@@ -140,8 +147,7 @@ class BackupDesk:
     def step(self, now: float) -> bool:
         """Do one thing of bounded size. False: there is nothing that can be done right now."""
         if self._retired:
-            piece, ok = self._retired.popleft()
-            piece.owner.copied(piece, ok)
+            self._retire()
             return True
         groups = list(self._state.groups.values())
         for _ in groups:
@@ -149,6 +155,15 @@ class BackupDesk:
             if self._step(groups[self._turn], now):
                 return True
         return False
+
+    def _retire(self) -> None:
+        """Make some of what has been copied visible."""
+        some, pages = [], 0
+        while self._retired and pages < RETIRED_PAGES:
+            piece, ok = self._retired.popleft()
+            some.append((piece, ok))
+            pages += len(piece.slots)
+        copied(some)
 
     def _step(self, group: Group, now: float) -> bool:
         for session in group.sessions.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -345,23 +345,6 @@ class Backups:
         backup.awaits_prefix = False
         self._settle(backup)
 
-    def copied(self, piece: Piece, ok: bool) -> None:
-        """One rank's copies of a piece have retired."""
-        piece.copies -= 1
-        piece.failed = piece.failed or not ok
-        if piece.copies:
-            return
-        self.pages_in_flight -= len(piece.slots)
-        self._writers.remove(piece)
-        if piece.failed:
-            piece.pool.abort(piece.slots)
-        else:
-            piece.pool.commit(piece.slots)
-        for waiter in piece.waiters:
-            waiter.waits_for.discard(piece)
-            waiter.failed = waiter.failed or piece.failed
-            waiter.owner._settle(waiter)
-
     def _begin(self, backup: Backup) -> Backup:
         self._queue.append(backup)
         return backup
@@ -391,6 +374,32 @@ class Backups:
         while self._queue and self._queue[0].result is not None:
             first = self._queue.popleft()
             self._ack(first.seq, bool(first.result))
+
+
+def copied(retired: Iterable[tuple[Piece, bool]]) -> None:
+    """One rank's copies of some pieces have retired, well or not. What has become whole of one
+    pool becomes visible at once, which costs little more than for one piece."""
+    over: list[Piece] = []
+    for piece, ok in retired:
+        piece.copies -= 1
+        piece.failed = piece.failed or not ok
+        if not piece.copies:
+            over.append(piece)
+    whole: dict[PagePool, list[Slots]] = {}
+    for piece in over:
+        piece.owner.pages_in_flight -= len(piece.slots)
+        piece.owner._writers.remove(piece)
+        if piece.failed:
+            piece.pool.abort(piece.slots)
+        else:
+            whole.setdefault(piece.pool, []).append(piece.slots)
+    for pool, slots in whole.items():
+        pool.commit(np.sort(np.concatenate(slots)))
+    for piece in over:
+        for waiter in piece.waiters:
+            waiter.waits_for.discard(piece)
+            waiter.failed = waiter.failed or piece.failed
+            waiter.owner._settle(waiter)
 
 
 def runs(seqs: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bytes]]:

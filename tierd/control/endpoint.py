@@ -21,7 +21,6 @@ from tierd.wire.errors import ConfigError, ProtocolError
 log = logging.getLogger("tierd.control")
 
 BACKLOG = 128
-MESSAGES_A_TURN = 256
 QUEUED_MESSAGES = 10_000
 PROBE_S = 2.0
 
@@ -109,9 +108,10 @@ class Endpoint:
             self.listener.accept()[0].close()
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def receive(self) -> Iterator[tuple[bytes, bytes]]:
-        """What clients have sent: (routing id, message). Bounded, so that others get a turn."""
-        for _ in range(MESSAGES_A_TURN):
+    def receive(self, most: int) -> Iterator[tuple[bytes, bytes]]:
+        """What clients have sent: (routing id, message). Not more than `most`, so that others get
+        a turn."""
+        for _ in range(most):
             try:
                 parts = self.router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -503,8 +503,9 @@ class PagePool:
                 del self._orphans[parent]
 
     def _evictable(self, slots: Slots) -> npt.NDArray[np.bool_]:
-        free: npt.NDArray[np.bool_] = self._holds[slots] == 0
-        return free & (self._state[slots] == COMMITTED)
+        may_go: npt.NDArray[np.bool_] = self._holds[slots] == 0
+        may_go &= self._state[slots] == COMMITTED
+        return may_go
 
     def _drop(self, slots: Slots, visible: bool) -> None:
         """The policy has let go of these pages; now everybody else does."""

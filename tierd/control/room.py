@@ -24,6 +24,9 @@ from tierd.wire.geometry import HostLayout
 log = logging.getLogger("tierd.control")
 
 PROMISE_S = 2.0
+AHEAD_PAGES, AHEAD_PART = 256, 256
+"""A full pool evicts so many pages at least, or this part of it: for one by one it costs several
+times as much."""
 DISSOLVED_PAGES, DISSOLVED_ROWS = 1024, 16
 """What a namespace that nobody uses gives back at a time."""
 NEVER_COLD = 1 << 62
@@ -175,7 +178,7 @@ class RoomKeeper:
             return None
         if lack <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
             self._pressed.add(id(pool))
-            pool.evict(lack)
+            pool.evict(max(lack, min(AHEAD_PAGES, pool.capacity // AHEAD_PART)))
         if pool.free_slots >= wanted:
             return True
         if self.busy:

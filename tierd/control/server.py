@@ -1,8 +1,8 @@
 """The control process: one event loop that receives, lets the pure parts decide, and carries out.
 
 What arrives is handled in this order: deaths, leases and restores, then backups, which are only
-queued on arrival and worked on in slices between two looks at the sockets, so that one long step of
-one engine holds nobody back.
+queued on arrival and worked on in steps, with a look for leases and restores after each: one long
+message of one engine holds nobody back.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ UNPINNED_BYTES_PER_S = 4 << 30
 """How fast a copier lets go of its chunks at least: a third of what was measured. The kernel, where
 it has to end the process, needs longer."""
 IDLE_S = 1.0
+MESSAGES_A_TURN, MESSAGES_A_STEP = 256, 16
+"""Of clients, that are handled before anything else gets a turn: at a turn's beginning, and after
+each step of the work on backups."""
 NOTIFY_S = 1.0
 SLOW_S = 1.0
 """A turn of the loop that takes longer is worth a word: clients give up on a lookup by then."""
@@ -214,7 +217,7 @@ class Control:
         """
         self._state.presence.table.beat(now)
         self._receive(self._wait(0.0) if ready is None else ready, now)
-        more = self._backups.work(now)
+        more = self._backups.work(now, lambda: self._receive_clients(MESSAGES_A_STEP, now))
         self._backups.send_acks()
         if self._chores:
             if next(self._chores[0], self) is self:
@@ -338,8 +341,7 @@ class Control:
             for channel in endpoint.accept():
                 self._connections.append(Connection(channel))
         if endpoint.router in ready:
-            for route, data in endpoint.receive():
-                self._receive_client(route, data, now)
+            self._receive_clients(MESSAGES_A_TURN, now)
 
     def _receive_lifeline(self, connection: Connection, now: float) -> None:
         channel = connection.channel
@@ -368,6 +370,10 @@ class Control:
         self._connections.remove(connection)
         if connection.session is not None:
             self._members.leave(connection.session, now)
+
+    def _receive_clients(self, most: int, now: float) -> None:
+        for route, data in self._state.endpoint.receive(most):
+            self._receive_client(route, data, now)
 
     def _receive_client(self, route: bytes, data: bytes, now: float) -> None:
         session = self._state.by_route.get(route)
