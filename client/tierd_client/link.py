@@ -105,9 +105,14 @@ class Link:
         return self.state is LinkState.DOWN and now >= self._next_try
 
     def register(self, message: messages.Register, fds: Sequence[int], now: float) -> bool:
-        """Connect and send a registration. False: nobody is there."""
+        """Connect and send a registration. False: nobody is there, or no descriptor is left to
+        connect with."""
         self._next_try = now + self._retry_s
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            log.warning("cannot connect to %s, trying again: %s", self.path, error)
+            return False
         sock.setblocking(False)
         try:
             sock.connect(str(self.path))
@@ -120,6 +125,10 @@ class Link:
         try:
             self._lifeline.send(message, fds)
         except ChannelClosed:
+            self.drop()
+            return False
+        except OSError as error:  # the descriptors that go with it are duplicated
+            log.warning("cannot register with %s, trying again: %s", self.path, error)
             self.drop()
             return False
         self.state = LinkState.REGISTERING

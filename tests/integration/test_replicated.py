@@ -117,6 +117,10 @@ def test_a_copier_that_dies_comes_back_to_the_same_pages(daemon: Daemon, engine:
         os.kill(before, signal.SIGKILL)
         eventually(lambda pid=before: is_dead(pid), "the copier is dead")
         eventually(
+            lambda device=device, pid=before: daemon.copier_pid(device) != pid,
+            "control has noticed",
+        )
+        eventually(
             lambda: daemon.copiers_ready() and engine.lookup("a", 8, rid="load") == 8,
             "the pages are found again",
         )

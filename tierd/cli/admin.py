@@ -6,8 +6,9 @@ import json
 
 import typer
 
-from tierd.cli.daemon import ask
+from tierd.cli.daemon import CLEAR_TIMEOUT_S, REPLY_TIMEOUT_S, ask
 from tierd.cli.options import JsonOption, SocketOption, socket_or_default
+from tierd.cli.status import fetch
 from tierd.wire.limits import PROTOCOL_VERSION
 from tierd.wire.messages import ClearRequest, Done, FromLifeline, PauseRequest
 
@@ -22,7 +23,10 @@ Examples:
 
 def clear(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     """Drop every cached page that no engine is loading right now. Engines serve on and miss."""
-    _order(ClearRequest(protocol=PROTOCOL_VERSION), socket, as_json, "cleared")
+    # A daemon that does not answer at all is found out at once; one at work is given time.
+    fetch(socket_or_default(socket))
+    request = ClearRequest(protocol=PROTOCOL_VERSION)
+    _order(request, socket, as_json, "cleared", CLEAR_TIMEOUT_S)
 
 
 def pause(socket: SocketOption = None, as_json: JsonOption = False) -> None:
@@ -36,8 +40,14 @@ def resume(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     _order(PauseRequest(protocol=PROTOCOL_VERSION, paused=False), socket, as_json, "resumed")
 
 
-def _order(request: FromLifeline, socket: SocketOption, as_json: bool, done: str) -> None:
-    detail = ask(socket_or_default(socket), request, Done).detail
+def _order(
+    request: FromLifeline,
+    socket: SocketOption,
+    as_json: bool,
+    done: str,
+    timeout_s: float = REPLY_TIMEOUT_S,
+) -> None:
+    detail = ask(socket_or_default(socket), request, Done, timeout_s).detail
     if as_json:
         typer.echo(json.dumps(detail))
     else:

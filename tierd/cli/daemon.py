@@ -12,11 +12,18 @@ from tierd.wire.errors import DaemonUnavailableError, ProtocolError, RefusedErro
 from tierd.wire.messages import ToLifeline
 
 REPLY_TIMEOUT_S = 5.0
+CLEAR_TIMEOUT_S = 300.0
+"""The daemon drops some pages at a time, with lookups in between: millions take a while."""
 
 Reply = TypeVar("Reply", messages.Status, messages.Done)
 
 
-def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Reply:
+def ask(
+    path: Path,
+    request: messages.FromLifeline,
+    expected: type[Reply],
+    timeout_s: float = REPLY_TIMEOUT_S,
+) -> Reply:
     """Send a request and wait for its reply.
 
     Raises:
@@ -28,7 +35,7 @@ def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Re
     pid, _, _ = channel.peer()
     try:
         channel.send(request)
-        received = channel.wait(REPLY_TIMEOUT_S)
+        received = channel.wait(timeout_s)
     except ChannelClosed:
         raise DaemonUnavailableError(
             f"the daemon on {path} closed the connection without an answer; see its log"
@@ -37,7 +44,7 @@ def ask(path: Path, request: messages.FromLifeline, expected: type[Reply]) -> Re
         channel.close()
     if not received:
         raise DaemonUnavailableError(
-            f"the daemon on {path} (pid {pid}) has not answered within {REPLY_TIMEOUT_S:.0f} s: "
+            f"the daemon on {path} (pid {pid}) has not answered within {timeout_s:.0f} s: "
             f"{_excuse(pid)}. Engines serve on without a host tier meanwhile. If it stays so, "
             f"`kill -KILL {pid}` and start it again: its copiers end by themselves, and with "
             "--persist the pages are kept"

@@ -414,6 +414,7 @@ class Control:
             connection.session = self._members.register(channel, message, fds, now)
             return
         close_all(fds)
+        fds.clear()  # whoever handles an error of what follows closes what is in there
         if isinstance(message, messages.StatusRequest):
             channel.send(messages.Status(data=self._status(now)))
         elif isinstance(message, messages.ClearRequest):

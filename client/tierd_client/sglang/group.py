@@ -16,6 +16,7 @@ import torch
 from tierd.wire.errors import RefusedError
 
 _OFFER_BYTES = 32 << 10
+_REASON_CHARS = 4096
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +101,12 @@ def host_id() -> str:
 def _gather(group: Any, world_size: int, offer: Offer) -> Sequence[Offer]:
     data = msgspec.msgpack.encode(offer)
     if len(data) > _OFFER_BYTES - 4:
-        raise ValueError(f"an offer of {len(data)} bytes; the exchange holds {_OFFER_BYTES}")
+        # To raise here would leave the other ranks waiting in the exchange.
+        reason = offer.refusal or f"a rank has too much to say of its engine ({len(data)} bytes)"
+        short = Offer(
+            refusal=reason[:_REASON_CHARS], host=offer.host, geometry="", instance="", namespace={}
+        )
+        data = msgspec.msgpack.encode(short)
     mine = torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
     framed = bytearray(len(data).to_bytes(4, "little") + data)
     mine[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
