@@ -6,8 +6,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 # The daemons and small engines of the integration tests, here and in every process started.
 HARNESS = str(Path(__file__).parents[1] / "integration")
@@ -28,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--cycles", type=int, default=100, help="faults of a long run, each world size")
     group.addoption("--messages", type=int, default=1_000_000, help="messages of a long fuzz run")
     group.addoption("--chaos-seed", type=int, default=1, help="another seed, other moments")
+    group.addoption("--chaos-device", default="host", help="where pages lie: host, or cuda:0")
 
 
 @pytest.fixture
@@ -45,7 +49,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     return _option(request, "--chaos-seed", 1)
 
 
-def _option(request: pytest.FixtureRequest, name: str, default: int) -> int:
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return _option(request, "--chaos-device", "host")
+
+
+def _option(request: pytest.FixtureRequest, name: str, default: T) -> T:
     """An option of ours, also where this file was loaded too late to declare it."""
-    value: int = request.config.getoption(name, default=default)
+    value: T = request.config.getoption(name, default=default)
     return value

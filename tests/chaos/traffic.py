@@ -1,5 +1,6 @@
 """One rank of an engine under random load, in a process of its own: it checks every byte that it
-gets back, and that nobody writes to its pages but who was asked to.
+gets back, and that nobody writes to its pages but who was asked to. The pages lie in host memory
+or on a GPU.
 
 All ranks of an engine draw from one seed and agree on counts through pipes, as the ranks of a
 tensor-parallel group do. Device pages get another owner at once when a backup is acked or a
@@ -15,17 +16,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tier_harness import Rank, Shape, keys
 from tierd_client import Ack
 
 T = TypeVar("T")
 
 SHAPE = Shape(page_tokens=4, pages=48, layers=2, row_bytes=8192)
+GPU_POOL_BYTES = 1 << 30
+"""On a GPU the pool is larger, of which the load uses no more: a leak of it is seen in what the
+whole GPU has left."""
+GPU_SHAPE = replace(
+    SHAPE, pages=GPU_POOL_BYTES // (2 * SHAPE.layers * SHAPE.page_tokens * SHAPE.row_bytes)
+)
 SOURCES, TARGETS = range(24), range(24, 48)
 """Device pages that backups are made from, and that restores go to."""
 CHAINS, CHAIN_PAGES = 40, 24
@@ -82,6 +90,7 @@ class Place:
     rank: int
     world_size: int
     seed: int
+    device: str = "cpu"
 
 
 class WrongBytesError(Exception):
@@ -116,7 +125,8 @@ class Traffic:
         words[Word.PHASE] = Phase.REGISTERING
         self._rank = Rank(
             place.socket,
-            [SHAPE],
+            [SHAPE if place.device == "cpu" else GPU_SHAPE],
+            device=place.device,
             rank=place.rank,
             world_size=place.world_size,
             instance=place.instance,
@@ -279,6 +289,8 @@ class Traffic:
 
 def serve(place: Place, words: Any, orders: Connection, others: Sequence[Connection]) -> None:
     """The process."""
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)
     try:
         Traffic(place, words, orders, others).run()
     except Exception as error:

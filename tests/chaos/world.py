@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tier_harness import Daemon, eventually, is_dead, mappings, shared_memory
+from gpu import Gpu
+from tier_harness import Daemon, eventually, is_dead, mappings, settles, shared_files
 from traffic import (
     ACK_TIMEOUT_S,
+    GPU_POOL_BYTES,
     LOOKUP_TIMEOUT_S,
     VERDICT_TIMEOUT_S,
     Mode,
@@ -46,9 +48,11 @@ LOADED_S = 2.0
 
 
 class Engine:
-    """The ranks of one engine, each a process under load."""
+    """The ranks of one engine, each a process under load, with their pages on one device."""
 
-    def __init__(self, socket: Path, instance: str, world_size: int, seed: int) -> None:
+    def __init__(
+        self, socket: Path, instance: str, world_size: int, seed: int, device: str
+    ) -> None:
         self.instance = instance
         self.world_size = world_size
         self.words: list[Any] = []
@@ -59,7 +63,7 @@ class Engine:
             others = [ours for ours, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
             words = processes.RawArray(ctypes.c_int64, len(Word))
             mine, theirs = processes.Pipe()
-            place = Place(socket, instance, rank, world_size, seed)
+            place = Place(socket, instance, rank, world_size, seed, device)
             process = processes.Process(target=serve, args=(place, words, theirs, others))
             process.start()
             theirs.close()
@@ -140,23 +144,41 @@ class Totals:
 
 
 class World:
-    """One daemon with two devices, and engines of one namespace.
+    """One daemon, and engines of one namespace.
 
     Args:
         world_size: Ranks of every engine.
+        device: Where their pages lie: "host", for two devices of the host backend, or a GPU such
+            as "cuda:0", which all ranks share. This process itself never touches it.
         engines: How many engines there always are.
     """
 
-    def __init__(self, directory: Path, *, world_size: int, seed: int, engines: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        world_size: int,
+        seed: int,
+        device: str = "host",
+        engines: int = 2,
+    ) -> None:
         self.rng = random.Random(seed)
         self.totals = Totals()
         self.directory = directory
         self.world_size = world_size
-        self.daemon = Daemon(directory, memory="128MiB", devices="host:2", patience=PATIENCE)
+        self.gpu = None if device == "host" else Gpu(device, processes)
+        self.daemon = Daemon(
+            directory,
+            memory="128MiB",
+            devices="host:2" if self.gpu is None else device.removeprefix("cuda:"),
+            patience=PATIENCE,
+        )
+        self._device = "cpu" if device == "host" else device
         self.engines: list[Engine] = []
         self._count = engines
         self._names = itertools.count()
         self._descriptors: dict[tuple[int, int, int], int] = {}
+        self._gpu_bytes: dict[int, int] = {}
         self._pids: set[int] = set()
 
     def start(self) -> None:
@@ -168,10 +190,16 @@ class World:
     def new_engine(self) -> Engine:
         number = next(self._names)
         seed = self.rng.randrange(1 << 30)
-        engine = Engine(self.daemon.socket, f"engine {number}", self.world_size, seed)
+        name = f"engine {number}"
+        engine = Engine(self.daemon.socket, name, self.world_size, seed, self._device)
         self.engines.append(engine)
         self._pids |= {process.pid for process in engine.processes}
         return engine
+
+    def a_device(self) -> str:
+        """The name of one of the daemon's."""
+        devices = sorted(copier["device"] for copier in self.daemon.status()["copiers"])
+        return str(self.rng.choice(devices))
 
     def lose(self, engine: Engine) -> None:
         """An engine has died, or is to: what it did counts all the same."""
@@ -214,7 +242,7 @@ class World:
             engine.tell(Mode.QUIET)
         for engine in self.engines:
             eventually(engine.quiet, f"{engine.instance} comes to rest", timeout_s=60)
-        eventually(self._at_rest, "all is accounted for")
+        settles(self._unaccounted)
         for engine in self.engines:
             flush_s, lookup_s, finish_s = (
                 max(words[word] for words in engine.words) / 1e6
@@ -225,30 +253,48 @@ class World:
             assert finish_s < BLOCKED_S + LOADED_S
             engine.tell(Mode.TRAFFIC)
 
-    def _at_rest(self) -> bool:
-        """Leases gone, queue empty, every used slot a page, every mapping and descriptor that of
-        somebody who is there."""
+    def _unaccounted(self) -> list[str]:
+        """What is not as it is at rest: sessions, copiers, queue, leases, slots, mappings and
+        descriptors; each with what it is and what it should be."""
         status = self.daemon.status()
-        sessions, queue = status["sessions"], status["queue"]
         wanted = {(e.instance, rank) for e in self.engines for rank in range(e.world_size)}
-        if {(s["instance"], s["rank"]) for s in sessions} != wanted:
-            return False
-        if any(copier["state"] != "ready" for copier in status["copiers"]):
-            return False
-        if any(queue[what] for what in ("backups", "backup_pages", "restores")):
-            return False
-        if any(pool["leased"] or pool["slots_used"] != pool["pages"] for pool in status["pools"]):
-            return False
-        segments = sum(mappings(c["pid"], "tierd-segment") for c in status["copiers"])
-        if segments != len(wanted) or mappings(self.daemon.pid, "tierd-segment") != len(wanted):
-            return False
+        sessions = {(s["instance"], s["rank"]) for s in status["sessions"]}
+        left = [f"session of rank {rank} of {name}" for name, rank in sorted(sessions - wanted)]
+        left += [f"no session of rank {rank} of {name}" for name, rank in sorted(wanted - sessions)]
+        for copier in status["copiers"]:
+            if copier["state"] != "ready":
+                left.append(f"the copier of {copier['device']} is {copier['state']}")
+        queue = status["queue"]
+        left += [
+            f"{queue[what]} {what} queued"
+            for what in ("backups", "backup_pages", "restores")
+            if queue[what]
+        ]
+        for pool in status["pools"]:
+            name = f"{pool['pool']} of {pool['namespace']}"
+            if pool["leased"]:
+                left.append(f"{pool['leased']} pages of {name} leased")
+            if pool["slots_used"] != pool["pages"]:
+                left.append(f"{pool['slots_used']} slots of {name} used for {pool['pages']} pages")
+        copiers = [copier["pid"] for copier in status["copiers"]]
+        for who, pids in (("copiers", copiers), ("control", [self.daemon.pid])):
+            segments = sum(_maps(pid, "tierd-segment") for pid in pids)
+            if segments != len(wanted):
+                left.append(f"{who} map {segments} segments for {len(wanted)} ranks")
         memory = status["memory"]
-        chunks = memory["claimed_bytes"] // memory["chunk_bytes"]
         assert memory["claimed_bytes"] <= memory["total_bytes"]
         # The same daemon with as many ranks and chunks has as many descriptors as the last time.
+        chunks = memory["claimed_bytes"] // memory["chunk_bytes"]
         now = len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
         usual = self._descriptors.setdefault((self.daemon.pid, len(wanted), chunks), now)
-        return now <= usual + SPARE_DESCRIPTORS
+        if now > usual + SPARE_DESCRIPTORS:
+            left.append(f"{now} descriptors of control, {usual} the last time")
+        if self.gpu is not None:
+            used = self.gpu.used()
+            usual = self._gpu_bytes.setdefault(len(wanted), used)
+            if used > usual + GPU_POOL_BYTES // 2:
+                left.append(f"{used >> 20} MiB of GPU memory in use, {usual >> 20} the last time")
+        return left
 
     def stop(self) -> None:
         """End all, and look at what is left."""
@@ -261,11 +307,10 @@ class World:
                 assert process.exitcode == 0
             self.lose(engine)
         self.daemon.stop()
+        self._close_gpu()
         assert all(is_dead(process.pid) for process in family)
         assert [file.name for file in self.directory.iterdir()] == ["daemon.log"]
-        ours = {f"_{pid}_" for pid in self._pids} | {f"_{process.pid}_" for process in family}
-        left = {file for file in shared_memory() if any(pid in file for pid in ours)}
-        assert not left, "files in /dev/shm"
+        assert shared_files([*self._pids, *(process.pid for process in family)]) == []
 
     def abandon(self) -> None:
         """After a failure: leave no process behind, whatever state it is in."""
@@ -275,8 +320,14 @@ class World:
                     os.kill(process.pid, signal.SIGCONT)
             engine.close()
         self.engines.clear()
+        self._close_gpu()
         with suppress(AssertionError, TierdError, psutil.Error):
             self.daemon.stop()
+
+    def _close_gpu(self) -> None:
+        if self.gpu is not None:
+            self.gpu.close()
+            self.gpu = None
 
 
 @contextmanager
@@ -328,8 +379,12 @@ def _rank_killed(world: World, phase: Phase) -> None:
     else:
         engine, rank = _wait_for_phase(world, phase)
     copiers = [c["pid"] for c in world.daemon.status()["copiers"] if c["pid"]]
+    gpu = world.gpu if phase is not Phase.REGISTERING else None  # it may have taken nothing yet
+    used = gpu.used() if gpu is not None else 0
     pid = engine.kill(rank)
     with world.timed("of a killed rank nothing is mapped"):
+        if gpu is not None:
+            eventually(lambda: gpu.used() <= used - GPU_POOL_BYTES, "its GPU memory is free")
         eventually(lambda: not any(_maps(c, f"torch_{pid}") for c in copiers), "mappings closed")
     for process in engine.processes:
         process.join(30)
@@ -368,7 +423,7 @@ def rank_killed_in_a_restore(world: World) -> None:
 
 @fault
 def copier_killed(world: World) -> None:
-    device = f"host:{world.rng.randrange(2)}"
+    device = world.a_device()
     world.rng.choice([lambda: None, lambda: _wait_for_phase(world, Phase.RESTORE)])()
     os.kill(world.daemon.copier_pid(device), signal.SIGKILL)
     with world.timed("a killed copier is back"):
@@ -472,12 +527,12 @@ def _count_stop(engine: Engine) -> None:
 @fault
 def copier_stopped_then_continued(world: World) -> None:
     _wait_for_phase(world, world.rng.choice([Phase.BACKUP, Phase.RESTORE]))
-    _stop_for(world, [world.daemon.copier_pid(f"host:{world.rng.randrange(2)}")], _moment(world))
+    _stop_for(world, [world.daemon.copier_pid(world.a_device())], _moment(world))
 
 
 @fault
 def copier_stopped_while_a_rank_dies(world: World) -> None:
-    device = f"host:{world.rng.randrange(2)}"
+    device = world.a_device()
     pid = world.daemon.copier_pid(device)
     os.kill(pid, signal.SIGSTOP)
     engine, _ = _wait_for_phase(world, Phase.RESTORE)

@@ -24,7 +24,7 @@ from tier_harness import (
     keys,
     mappings,
     running,
-    shared_memory,
+    shared_files,
 )
 from tierd_client import PoolPages
 
@@ -360,7 +360,6 @@ def test_ranks_that_meet_a_late_daemon_one_after_the_other_keep_together(
 def test_a_daemon_that_is_ended_under_load_leaves_nothing(
     tmp_path: Path, engines: Engines, stop: signal.Signals
 ) -> None:
-    before = shared_memory()
     with running(tmp_path / "run", devices="host:2") as daemon:
         engine = engines(daemon.socket, world_size=2)
         assert engine.back_up("a", 4)
@@ -370,7 +369,7 @@ def test_a_daemon_that_is_ended_under_load_leaves_nothing(
         daemon.stop(stop)
         assert all(is_dead(process.pid) for process in family)
         assert [file.name for file in (tmp_path / "run").iterdir()] == ["daemon.log"]
-        assert shared_memory() == before
+        assert shared_files([process.pid for process in family]) == []
         eventually(lambda: not engine.connected(), "the engine notices", timeout_s=1.0)
         assert not engine.back_up("c", 4)
 

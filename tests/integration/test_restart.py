@@ -20,7 +20,7 @@ from tier_harness import (
     is_dead,
     keys,
     running,
-    shared_memory,
+    shared_files,
 )
 
 from tierd.wire import geometry, layout
@@ -281,13 +281,14 @@ def test_with_checksums_pages_are_compared_before_anybody_is_served(
 def test_without_persist_a_new_daemon_starts_empty_and_leaves_no_file(
     tmp_path: Path, engines: Engines
 ) -> None:
-    before = shared_memory()
     with running(tmp_path / "run") as daemon:
         engine = engines(daemon.socket)
         assert engine.back_up("a", 4)
+        pids = [daemon.pid]
         for copier in daemon.kill():
+            pids.append(copier.pid)
             eventually(lambda c=copier: is_dead(c.pid), "it goes with its control")
-        assert shared_memory() == before
+        assert shared_files(pids) == []
         eventually(lambda: not engine.connected(), "the engine notices")
         restarted(daemon, engine)
         assert engine.lookup("a", 4) == 0

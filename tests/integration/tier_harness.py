@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -37,6 +38,14 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = DE
         time.sleep(0.002)
 
 
+def settles(missing: Callable[[], Sequence[str]], timeout_s: float = DEADLINE_S) -> None:
+    """Wait until nothing is missing any more; fail with what still is if that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while left := missing():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {'; '.join(left)}"
+        time.sleep(0.002)
+
+
 class Daemon:
     """`tierd serve` on the host backend."""
 
@@ -52,10 +61,13 @@ class Daemon:
         verify: str = "off",
         persist: Path | None = None,
         pin_ahead: str | None = None,
+        hugepages: str = "off",
+        memory_check: bool = False,
     ) -> None:
         self.socket = directory / "tierd.sock"
         self._log = directory / "daemon.log"
-        self._options = ["--devices", devices, "--memory", memory, "--no-memory-check"]
+        self._options = ["--devices", devices, "--memory", memory, "--hugepages", hugepages]
+        self._options += [] if memory_check else ["--no-memory-check"]
         self._options += ["--patience", str(patience), "--log-level", log_level]
         self._options += ["--group", group] if group else []
         self._options += ["--verify", verify]
@@ -195,22 +207,20 @@ def keys(name: str, pages: int, first: int = 0) -> list[bytes]:
 def content(key: bytes, rank: int, pool: str, buffer: int, nbytes: int) -> np.ndarray[Any, Any]:
     """What belongs into a row: it says which page, shard, pool and buffer it is of."""
     seed = hashlib.blake2b(key + f"{rank} {pool} {buffer}".encode(), digest_size=8).digest()
-    return np.frombuffer(
-        np.random.Philox(key=int.from_bytes(seed, "little"))
-        .random_raw(-(-nbytes // 8))
-        .tobytes()[:nbytes],
-        np.uint8,
-    )
+    words = np.random.Philox(key=int.from_bytes(seed, "little")).random_raw(-(-nbytes // 8))
+    return words.view(np.uint8)[:nbytes]
 
 
 class Pages:
-    """One rank's pages of one pool."""
+    """One rank's pages of one pool, on the CPU or on a GPU."""
 
-    def __init__(self, shape: Shape, rank: int) -> None:
+    def __init__(self, shape: Shape, rank: int, device: str = "cpu") -> None:
         self.shape, self.rank = shape, 0 if shape.replicated else rank
+        self._device = device
         tokens = shape.pages * shape.page_tokens
         self._layers = [
-            torch.zeros(2, tokens, shape.row_bytes, dtype=torch.uint8) for _ in range(shape.layers)
+            torch.zeros(2, tokens, shape.row_bytes, dtype=torch.uint8, device=device)
+            for _ in range(shape.layers)
         ]
         self._buffers = [layer[half] for half in (0, 1) for layer in self._layers]
 
@@ -225,34 +235,41 @@ class Pages:
     def named(self, names: Sequence[bytes], pages: Sequence[int]) -> PoolPages:
         tokens = self.shape.page_tokens
         slots = torch.tensor([page * tokens + t for page in pages for t in range(tokens)])
-        return PoolPages(self.shape.name, b"".join(names), slots.to(torch.int64))
+        return PoolPages(self.shape.name, b"".join(names), slots.to(self._device, torch.int64))
 
     def compute(self, names: Sequence[bytes], pages: Sequence[int]) -> None:
         """The forward pass: fill pages with what belongs to their keys."""
         for name, number, row in self._rows(names, pages):
             expected = content(name, self.rank, self.shape.name, number, row.nbytes)
-            row[:] = expected.reshape(row.shape)
+            _write(row, expected)
 
     def wipe(self, pages: Sequence[int]) -> None:
         for _, _, row in self._rows([b""] * len(pages), pages):
-            row[:] = 0xEE
+            _write(row, np.full(row.nbytes, 0xEE, np.uint8))
 
     def wrong(self, names: Sequence[bytes], pages: Sequence[int]) -> int:
         """Bytes that are not what belongs there."""
-        return sum(
-            int(
-                (row.ravel() != content(name, self.rank, self.shape.name, number, row.nbytes)).sum()
-            )
-            for name, number, row in self._rows(names, pages)
-        )
+        wrong = 0
+        for name, number, row in self._rows(names, pages):
+            expected = content(name, self.rank, self.shape.name, number, row.nbytes)
+            wrong += int((row.cpu().numpy().ravel() != expected).sum())
+        return wrong
 
     def _rows(
         self, names: Sequence[bytes], pages: Sequence[int]
-    ) -> Iterator[tuple[bytes, int, np.ndarray[Any, Any]]]:
+    ) -> Iterator[tuple[bytes, int, torch.Tensor]]:
         tokens = self.shape.page_tokens
         for name, page in zip(names, pages, strict=True):
             for number, buffer in enumerate(self._buffers):
-                yield name, number, buffer.numpy()[page * tokens : (page + 1) * tokens]
+                yield name, number, buffer[page * tokens : (page + 1) * tokens]
+
+
+def _write(row: torch.Tensor, data: np.ndarray[Any, Any]) -> None:
+    """On the CPU without torch, which would do it with several threads."""
+    if row.is_cuda:
+        row.copy_(torch.from_numpy(data).reshape(row.shape))
+    else:
+        row.numpy()[:] = data.reshape(row.shape)
 
 
 class Rank:
@@ -267,9 +284,10 @@ class Rank:
         world_size: int = 1,
         instance: str = "engine",
         namespace: Mapping[str, str] | None = None,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.pages = {shape.name: Pages(shape, rank) for shape in shapes}
+        self.pages = {shape.name: Pages(shape, rank, device) for shape in shapes}
         self.client = TierClient(
             path,
             [pages.pool() for pages in self.pages.values()],
@@ -459,5 +477,10 @@ def mappings(pid: int, what: str) -> int:
     return sum(what in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def shared_files(pids: Sequence[int]) -> list[str]:
+    """Files in /dev/shm that processes have left there: named after them, as torch does, or after
+    tierd. Other programs of this machine make and remove theirs all the time; and a directory of
+    tierd's is somebody's `--persist`."""
+    mine = re.compile(f"tierd|(?<!\\d)({'|'.join(map(str, pids))})(?!\\d)")
+    with os.scandir("/dev/shm") as files:
+        return sorted(f.name for f in files if mine.search(f.name) and not f.is_dir())

@@ -62,6 +62,9 @@ def test_what_is_missing_is_said_with_the_command_that_reserves_it() -> None:
     assert "10.0 GiB of 64.0 GiB are reserved" in plan.note
     assert how_to_reserve(MIB_2, 6000 + 32768 - 5120) in plan.note
     assert not plan_pages("auto", 64 * GIB, 1, few).short, "nobody asked for them"
+    one_less = plan_pages("2MiB", 64 * GIB, 1, {MIB_2: Reserved(32767, 32767)})
+    assert one_less.huge_bytes == 64 * GIB - CHUNK_BYTES, "a chunk is of one kind of pages"
+    assert how_to_reserve(MIB_2, 32768) in one_less.note
     none = plan_pages("2MiB", 64 * GIB, 1, {})
     assert (none.huge, none.short) == ((), True)
     assert how_to_reserve(MIB_2, 32768) in none.note

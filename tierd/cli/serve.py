@@ -14,9 +14,10 @@ import typer
 from tierd import config
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
+from tierd.memory.filesystems import huge_page_bytes
 from tierd.memory.hugepages import reserved_pages
 from tierd.memory.limits import Available, available_memory, format_size
-from tierd.memory.persist import huge_page_bytes, used_bytes
+from tierd.memory.persist import record_bytes, used_bytes
 from tierd.memory.placement import PIN_THREADS
 
 log = logging.getLogger(__name__)
@@ -208,14 +209,14 @@ def claimable(persist: str | None) -> Available:
     """Memory for this daemon: what is free, and what an earlier one has left for it."""
     if persist is None:
         return available_memory()
-    path = Path(persist)
-    page_bytes = huge_page_bytes(Path(os.path.abspath(path)))
-    if page_bytes:
-        pages = reserved_pages()[page_bytes].free
-        free = Available(pages * page_bytes, f"the hugetlbfs of {path}")
+    path = Path(os.path.abspath(persist))
+    huge = huge_page_bytes(path)
+    if huge:
+        nbytes = reserved_pages()[huge].free * huge - record_bytes(path)
+        free = Available(nbytes, f"the hugetlbfs of {path}")
     else:
         free = available_memory()
-    return free._replace(nbytes=free.nbytes + used_bytes(path))
+    return free._replace(nbytes=max(0, free.nbytes + used_bytes(path)))
 
 
 def announce(settings: config.ServeConfig) -> None:

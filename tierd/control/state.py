@@ -77,8 +77,11 @@ class State:
                 _tell,
                 config.devices,
                 ahead_bytes=config.pin_ahead_bytes,
-                # A file system that is full kills who touches what it has no memory for.
-                touch=config.pin_ahead_bytes > 0 or directory is not None,
+                # Where a file system is full, or a cgroup has no huge page left, who touches what
+                # is not there is killed; who asks for it beforehand is told.
+                touch=config.pin_ahead_bytes > 0
+                or directory is not None
+                or bool(config.pages.huge),
             ),
             config.pool_shares,
         )

@@ -82,12 +82,13 @@ def plan_pages(
         huge.append((size, nbytes))
         left -= nbytes
     plan = PagePlan(tuple(huge), chunk_bytes)
-    missing = memory_bytes - min(memory_bytes, free[wanted])
-    if missing < chunk_bytes:
+    whole = memory_bytes // chunk_bytes * chunk_bytes
+    if dict(huge).get(wanted, 0) == whole:
         return plan
+    missing = whole - min(whole, free[wanted])
     total = reserved.get(wanted, Reserved(0, 0)).total
     note = (
-        f"huge pages: {format_size(plan.huge_bytes)} of {format_size(memory_bytes)} are reserved, "
+        f"huge pages: {format_size(plan.huge_bytes)} of {format_size(whole)} are reserved, "
         f"the rest is pinned in ordinary pages. "
         f"To reserve what is missing: `{how_to_reserve(wanted, total + -(-missing // wanted))}`"
     )

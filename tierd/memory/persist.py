@@ -10,7 +10,6 @@ copier that is stopped keeps it, too: that one is killed, or nothing that it map
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 import mmap
@@ -26,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierd.memory.filesystems import huge_page_bytes, in_memory, page_bytes
 from tierd.memory.limits import format_size
 from tierd.memory.source import ChunkFile
 from tierd.wire.errors import ConfigError
@@ -38,8 +38,10 @@ DEATH_S = 120.0
 without its end nothing of the cache can be used."""
 LOOK_MS = 20
 MAX_RECORD_BYTES = 1 << 20
+SPARE_RECORDS = 4
+"""Namespaces whose records there is to be room for beside the chunks: on a hugetlbfs each takes a
+whole page, and one that cannot be kept costs the cache at the next start."""
 _LENGTH = struct.Struct("<Q")
-_TMPFS, _HUGETLBFS, _RAMFS = 0x01021994, 0x958458F6, 0x858458F6
 _COPIERS = "copiers.lock"
 _CHUNK = re.compile(r"[0-9a-f]{16}\.chunk")
 _NAMESPACE = re.compile(r"[0-9a-f]{64}\.namespace")
@@ -75,7 +77,7 @@ class PersistDirectory:
         self._files: dict[int, str] = {}
         try:
             self._check()
-            self.page_bytes = self._page_bytes()
+            self.page_bytes = page_bytes(self._fd)
             """The unit of a file's size: huge pages on hugetlbfs."""
             if self.page_bytes > CHUNK_BYTES:
                 raise ConfigError(
@@ -120,7 +122,7 @@ class PersistDirectory:
         fs = os.fstatvfs(self._fd)
         if not fs.f_blocks:
             return  # a hugetlbfs without `size=`: a chunk that does not fit is refused when made
-        room = fs.f_bavail * fs.f_frsize + used_bytes(self.path)
+        room = fs.f_bavail * fs.f_frsize + used_bytes(self.path) - record_bytes(self.path)
         if room < wanted_bytes:
             raise ConfigError(
                 f"--persist {self.path}: the file system has room for {format_size(room)}, "
@@ -247,15 +249,11 @@ class PersistDirectory:
                 f"--persist {self.path}: other users can enter it; `chmod 700 {self.path}`, once "
                 "you know what lies in it, or choose another"
             )
-        if _file_system(self._fd)[0] not in (_TMPFS, _HUGETLBFS, _RAMFS):
+        if not in_memory(self._fd):
             raise ConfigError(
                 f"--persist {self.path}: it lies on a disk; pages can be kept on a tmpfs, such as "
                 "/dev/shm, or on a hugetlbfs"
             )
-
-    def _page_bytes(self) -> int:
-        kind, block = _file_system(self._fd)
-        return block if kind == _HUGETLBFS else mmap.PAGESIZE
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -283,26 +281,24 @@ class PersistDirectory:
 
 
 def used_bytes(path: Path) -> int:
-    """Memory that the chunks in a directory take, before anybody has opened it; 0 if there is
-    none. A daemon that is about to take them over may claim it."""
+    """Memory that is in a directory before anybody has opened it; 0 if there is none. A daemon
+    that is about to take it over may claim it.
+
+    On a hugetlbfs a file has all its pages set aside from the start, touched or not.
+    """
     total = 0
     with contextlib.suppress(OSError):
+        huge = huge_page_bytes(path) > 0
         for entry in os.scandir(path):
-            if _CHUNK.fullmatch(entry.name):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
+            if _CHUNK.fullmatch(entry.name) or _NAMESPACE.fullmatch(entry.name):
+                status = entry.stat(follow_symlinks=False)
+                total += status.st_size if huge else status.st_blocks * 512
     return total
 
 
-def huge_page_bytes(path: Path) -> int:
-    """The page size of the hugetlbfs that a directory lies in, or would; 0 if it is none."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        kind, block = _file_system(fd)
-    finally:
-        os.close(fd)
-    return block if kind == _HUGETLBFS else 0
+def record_bytes(path: Path) -> int:
+    """What the records of a few namespaces will take beside the chunks, where that is much."""
+    return SPARE_RECORDS * huge_page_bytes(path)
 
 
 def _make(path: Path) -> None:
@@ -311,14 +307,6 @@ def _make(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--persist {path}: cannot be created: {error.strerror}") from None
-
-
-def _file_system(fd: int) -> tuple[int, int]:
-    """Its type and its block size, as statfs(2) has them."""
-    fields = (ctypes.c_long * 32)()
-    if ctypes.CDLL(None).fstatfs(fd, fields):
-        return 0, 0
-    return fields[0], fields[1]
 
 
 def _locked(fd: int) -> bool:
