@@ -1,10 +1,31 @@
-"""The snapshot behind `tierd status`: plain data, built on request.
+"""The snapshot behind `tierd status --json`: plain data, built on request.
 
-Shape (all counts since the daemon started): `version`, `protocol`, `pid`, `socket`, `uptime_s`,
-`paused`, `draining`, `longest_turn_s` (of the loop); `memory` (bytes: total, claimed by pools, of a
-chunk, pinned, to be pinned ahead of use, and `by_page`, what has been made by the size of its
-memory pages); `pools`, one entry a pool of a namespace; `queue`; `sessions`, one a rank; `copiers`,
-one a device; `counters`.
+Counts are since the daemon started; names end in their unit (`_bytes`, `_s`, `_seconds`).
+
+- `version`, `protocol`, `pid`, `socket`, `uptime_s`
+- `paused`, `draining`: lookups miss and backups are shed, until `tierd resume` or for good
+- `longest_turn_s`: the longest that control's loop has been busy at a stretch
+- `memory`: `total_bytes` (the budget), `claimed_bytes` (by pools), `chunk_bytes` (the unit of
+  claims), `pinned_bytes`, `pin_ahead_bytes` (what is to be pinned before it is needed), `by_page`
+  (bytes that have been made, by the size of their memory pages in bytes)
+- `pools`, an entry for each pool of each namespace: `namespace` (the first digits of its digest),
+  `pool`, `shards`, `page_tokens`, `slot_bytes` (of a page, all shards), `slots_total`,
+  `slots_used`, `bytes_total`, `bytes_used`, `pages` (that can be hit), `leased` (pages that must
+  stay: an engine is about to load them, or does), `evictions`, `hits` and `misses` (pages that were
+  asked for; what the presence table answers is not among them), `copy_path` (once a rank uses it)
+- `queue`: `backups` and `backup_pages` on their way, `restores` under way, `oldest_s` (how long the
+  oldest backup has waited for a decision)
+- `sessions`, an entry for each rank: `instance` (the engine), `rank`, `world_size`, `pid` (in its
+  own PID namespace), `device`, `namespace`, `epoch` (empty: shared with other engines),
+  `connected_s`, `software`
+- `copiers`, an entry for each device: `device`, `pid` (0: none right now), `state` (`starting`,
+  `ready`, `ending`, `restarting`), `restarts`, `silent_s` (it does not answer, for so long; 0 if it
+  does), `killed_at_s` (silent for so long, it is killed), `backup_pages`, `backup_bytes`,
+  `backup_seconds` and the same of restores (bytes over seconds is the rate while it copied),
+  `detail` (facts about the device)
+- `counters`: `messages` (of the hot path), `backups_kept`, `backups_shed` (nodes), `lookups`,
+  `lookup_hits`, `restores`, `restores_failed` (steps, a count for each rank), `pages_evicted`,
+  `pages_healed`, `pages_corrupt` (found by `--verify`), `errors` (messages that made no sense)
 """
 
 from __future__ import annotations
