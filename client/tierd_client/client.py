@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tierd import __version__
-from tierd.config import check_socket, default_socket
+from tierd.meeting import check_socket, default_socket
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import namespace_digest
@@ -59,7 +59,7 @@ class TierClient:
     order, as ranks of a tensor-parallel group do.
 
     Args:
-        socket: The daemon's socket; None is `tierd.config.default_socket()`.
+        socket: The daemon's socket; None is `tierd.meeting.default_socket()`.
         pools: The rank's KV pools, all on one device.
         namespace: Names and values of all that makes pages interchangeable between engines
             (model, weights, dtype ...), besides the pools' geometry and the world size.

@@ -20,6 +20,7 @@ import torch
 from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 
 from tierd.cli.gpus import visible_gpus
+from tierd.cli.main import COMMANDS
 from tierd.cli.serve import notify_systemd
 from tierd.wire.errors import ConfigError
 
@@ -203,21 +204,35 @@ def test_neither_control_nor_a_copier_has_torch_in_it(daemon: Daemon) -> None:
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
+def imported(statements: str) -> set[str]:
+    """The modules in a process that has run these."""
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", f"import sys\n{statements}\nprint(*sys.modules)"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=TIMEOUT_S,
+        ).stdout.split()
+    )
+
+
 def test_importing_tierd_imports_no_torch() -> None:
-    modules = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, tierd.cli.main, tierd.control.server, tierd.copier.worker;"
-            "print(*sys.modules)",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_S,
-    ).stdout.split()
+    commands = "".join(f"import {module}\n" for module, _, _ in COMMANDS.values())
+    modules = imported(f"{commands}import tierd.control.server, tierd.copier.__main__")
     assert "tierd.control.server" in modules
     assert "torch" not in modules
+
+
+def test_a_look_at_the_daemon_waits_for_nothing_that_other_commands_need(tmp_path: Path) -> None:
+    modules = imported(
+        f"sys.argv = ['tierd', 'status', '--socket', {str(tmp_path / 'none')!r}]\n"
+        "from tierd.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as exit: assert exit.code == 3, exit.code"
+    )
+    assert "tierd.cli.status" in modules
+    assert not modules & {"numpy", "zmq", "tierd.config", "tierd.cli.bench", "tierd.cli.demo"}
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])

@@ -11,12 +11,11 @@ import pytest
 from tierd.config import (
     ServeConfig,
     ServeOptions,
-    default_socket,
     parse_toml,
-    prepare_socket_directory,
     read_toml,
     resolve,
 )
+from tierd.meeting import default_socket, prepare_socket_directory
 from tierd.memory.hugepages import Reserved
 from tierd.memory.limits import Available
 from tierd.wire.errors import ConfigError

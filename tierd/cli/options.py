@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.config import check_socket, default_socket
+from tierd.meeting import check_socket, default_socket
 
 SocketOption = Annotated[
     Path | None,

@@ -14,6 +14,7 @@ import typer
 from tierd import config
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
+from tierd.meeting import prepare_socket_directory
 from tierd.memory.filesystems import huge_page_bytes
 from tierd.memory.hugepages import reserved_pages
 from tierd.memory.limits import Available, available_memory, format_size
@@ -191,7 +192,7 @@ def serve(
         reserved=reserved_pages,
     )
     log_to_stderr(settings.log_level)
-    config.prepare_socket_directory(settings.socket, settings.group)
+    prepare_socket_directory(settings.socket, settings.group)
     log.info(
         "%s of host memory for pages%s, devices %s",
         format_size(settings.memory_bytes),
