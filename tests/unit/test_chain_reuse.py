@@ -102,4 +102,4 @@ def test_the_leaf_lists_do_not_grow_with_use() -> None:
         policy.touch(np.array([0]), 3 * now)
         policy.orphan(0)
         policy.evict(1, lambda slots: np.zeros(len(slots), np.bool_), lambda _: None)
-    assert sum(map(len, policy._heaps)) <= 64 + 4 * 4 + 1
+    assert sum(map(len, policy._heaps)) <= 64 + 2 * 4 + 1

@@ -17,11 +17,11 @@ MISSING = -1
 SHARDS = 256
 """A dictionary that outgrows its table is rebuilt at once: 100 ms for three million pages, a
 fraction of one in each of so many parts."""
-LOOK = 16
+LOOK = 8
 """Keys that are looked up one by one before the next ones are expected in the slots that follow."""
 LONGEST_SEARCH = 256
 """Where none of some keys is here, so many of the next ones are looked up one by one at most."""
-FIRST_RUN, LONGEST_RUN = 512, 4096
+FIRST_RUN, LONGEST_RUN = 64, 4096
 """Keys that are compared at once with those of a run of slots, at first and at most."""
 _WORDS = KEY_BYTES // 8
 
@@ -177,9 +177,13 @@ class KeyIndex:
         while run < most:
             look = min(look, most - run)
             here = slice(slot + run, slot + run + look)
-            same = self._keys[here] == rows[at + run : at + run + look]
-            if not (same.all() and self._used[here].all()):
-                return run + int((same.all(axis=1) & self._used[here]).argmin())
-            run += look
-            look = min(2 * look, LONGEST_RUN)
+            same = (self._keys[here] == rows[at + run : at + run + look]).ravel()
+            alike = look if same.all() else int(same.argmin()) // _WORDS
+            used = self._used[here][:alike]
+            if not used.all():
+                alike = int(used.argmin())
+            run += alike
+            if alike < look:
+                break
+            look = min(4 * look, LONGEST_RUN)
         return run

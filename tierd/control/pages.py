@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.control.chains import chains
+from tierd.control.chunk_ages import ChunkAges
 from tierd.control.keys import MISSING, KeyIndex, Keys
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.columns import column, grown
@@ -32,6 +34,9 @@ _SPOILED = 3
 
 CHUNKS_TRIED = 4
 """The coldest chunks of a pool that are looked at for one that nobody uses right now."""
+MOST_FOLLOWERS = 4096
+"""Pages elsewhere that may go with a chunk. One that more than these follow, as a prompt that all
+requests share, is worth keeping, and would take long to give up."""
 
 
 class SlotRecords(Protocol):
@@ -97,6 +102,7 @@ class PagePool:
         self._free = 0
         # Free slots in each SPAN of them: a free slot is found without a look at every slot.
         self._free_in: npt.NDArray[np.int64] = column(np.int64)
+        self._ages = ChunkAges(lambda n: self.policy.recency(slice(*self._span(n))))
         # Pages whose predecessor is known by key and not here: key of it -> their slots.
         self._orphans: dict[bytes, list[int]] = {}
         self._orphan_of: dict[int, bytes] = {}
@@ -134,26 +140,35 @@ class PagePool:
         self._capacity += end - first
         self._free += end - first
         self._count_free(first, end, 1)
+        self._ages.add(ordinal)
 
-    def coldest_chunk(self, ordinals: Sequence[int]) -> tuple[int, int] | None:
-        """Of some chunks the one that was used least recently, of those whose pages and all that
-        follow them may go.
+    def coldest_chunk(self, but: Set[int] = frozenset()) -> tuple[int, int] | None:
+        """The chunk that was used least recently, of those whose pages and all that follow them
+        may go; of a pool of many chunks, one of the coldest.
 
+        Args: `but`: not these.
         Returns: its last use (0 if it is empty) and its ordinal; None if there is none such.
         """
-        ages = [(self.policy.recency(slice(*self._span(n))), n) for n in ordinals]
-        for age, ordinal in sorted(ages)[:CHUNKS_TRIED]:
-            doomed = np.array(list(self._doomed(ordinal)), np.int64)
-            if not self._holds[doomed].any() and not (self._state[doomed] == WRITING).any():
+        for age, ordinal in islice(self._ages.coldest(but), CHUNKS_TRIED):
+            if self.may_remove(ordinal, MOST_FOLLOWERS):
                 return age, ordinal
         return None
+
+    def may_remove(self, ordinal: int, most: int | None = None) -> bool:
+        """May the pages of a chunk go, with all that follow them? Not while one of them is held or
+        being written, nor if more than `most` that lie elsewhere follow."""
+        doomed = self._doomed(ordinal, most)
+        if doomed is None:
+            return False
+        slots = np.array(list(doomed), np.int64)
+        return bool(self._evictable(slots).all())
 
     def remove_chunk(self, ordinal: int) -> int:
         """Evict every page of a chunk with all that follows them, and give its slots up.
 
-        Returns the number of pages evicted. `coldest_chunk` says which chunk allows it.
+        Returns the number of pages evicted. `may_remove` says whether a chunk allows it.
         """
-        doomed = self._doomed(ordinal)
+        doomed = self._doomed(ordinal) or set()
         evicted = 0
         with self._dropping() as drop:
             parent, children = self.policy.parent, self.policy.children
@@ -173,6 +188,7 @@ class PagePool:
         self._capacity -= end - first
         self._free -= end - first
         self._count_free(first, end, -1)
+        self._ages.remove(ordinal)
         return evicted
 
     def evict(self, count: int) -> int:
@@ -420,14 +436,18 @@ class PagePool:
     def _span(self, ordinal: int) -> tuple[int, int]:
         return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots
 
-    def _doomed(self, ordinal: int) -> set[int]:
-        """Slots with a page of a chunk, and of every page that follows one of them."""
+    def _doomed(self, ordinal: int, most: int | None = None) -> set[int] | None:
+        """Slots with a page of a chunk, and of every page that follows one of them; None: more
+        than `most` of those lie elsewhere."""
         first, end = self._span(ordinal)
         doomed = set((np.flatnonzero(self._state[first:end] != FREE) + first).tolist())
+        enough = len(doomed) + most if most is not None else len(self._state)
         left = [slot for slot in doomed if self.policy.children[slot]]
         while left:
             new = [slot for slot in self.policy.following(left.pop()) if slot not in doomed]
             doomed.update(new)
+            if len(doomed) > enough:
+                return None
             left += new
         return doomed
 

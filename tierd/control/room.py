@@ -24,7 +24,7 @@ from tierd.wire.geometry import HostLayout
 log = logging.getLogger("tierd.control")
 
 PROMISE_S = 2.0
-AHEAD_PAGES, AHEAD_PART = 256, 256
+AHEAD_PAGES, AHEAD_PART = 128, 256
 """A full pool evicts so many pages at least, or this part of it: for one by one it costs several
 times as much."""
 DISSOLVED_PAGES, DISSOLVED_ROWS = 1024, 16
@@ -208,7 +208,7 @@ class RoomKeeper:
         for pool in [self._pools[number] for number in pressed if number in self._pools]:
             if pool.name in self._shares:
                 continue  # it has what it may have
-            mine = pool.coldest_chunk(self._usable_rows(pool))
+            mine = pool.coldest_chunk(self._broken_rows(pool))
             if mine is not None and self._take(pool, mine[0]):
                 self._promise = (id(pool), now + PROMISE_S)
                 return
@@ -375,13 +375,12 @@ class RoomKeeper:
 
     def _drop_broken(self, row: Row) -> None:
         """Drop the pages of a row that a copier cannot reach, unless somebody uses them now."""
-        if self._pools[row[0]].coldest_chunk([row[1]]) is not None:
+        if self._pools[row[0]].may_remove(row[1]):
             self._remove(row)
             self.stock.stop_growing("a copier could not pin a chunk again")
 
-    def _usable_rows(self, pool: PagePool) -> list[int]:
-        rows = self._rows[id(pool)].rows
-        return [n for n in rows if not {(id(pool), n)} & (self._claims.keys() | self._broken)]
+    def _broken_rows(self, pool: PagePool) -> set[int]:
+        return {ordinal for owner, ordinal in self._broken if owner == id(pool)}
 
     def _take(self, pool: PagePool, colder_than: int) -> bool:
         """Have another pool give up the coldest chunk of all, if it is colder than that."""
@@ -391,7 +390,7 @@ class RoomKeeper:
             siblings = self._catalogs[id(other)] is self._catalogs[id(pool)]
             if siblings and len(self._rows[id(other)].rows) == 1:
                 continue
-            found = other.coldest_chunk(self._usable_rows(other)) if other is not pool else None
+            found = other.coldest_chunk(self._broken_rows(other)) if other is not pool else None
             if found is not None and found[0] < colder_than:
                 colder_than = found[0]
                 coldest = (*found, other)

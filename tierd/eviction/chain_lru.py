@@ -17,6 +17,8 @@ from tierd.eviction.policy import NO_PARENT, Drop, Evictable, Slots
 
 _NEVER = 0
 _NONE = -1
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
 class ChainLru:
@@ -35,8 +37,8 @@ class ChainLru:
         self._child: npt.NDArray[np.int64] = column(np.int64, most)
         self._next: npt.NDArray[np.int64] = column(np.int64, most)
         self._previous: npt.NDArray[np.int64] = column(np.int64, most)
-        # (last use when pushed, slot). An entry may be outdated; `evict` checks.
-        self._leaves: list[tuple[int, int]] = []
+        # Entries may be outdated; `evict` checks.
+        self._leaves: list[int] = []
 
     def grow(self, capacity: int) -> None:
         self.parent = grown(self.parent, capacity, NO_PARENT)
@@ -99,7 +101,7 @@ class ChainLru:
         held: list[int] = []
         gone = 0
         while gone < count and self._leaves:
-            used, slot = heapq.heappop(self._leaves)
+            used, slot = unpacked(heapq.heappop(self._leaves))
             if not self._present[slot] or self.children[slot]:
                 continue  # pushed again when it becomes a leaf
             if self._last_use[slot] != used:
@@ -163,12 +165,28 @@ class ChainLru:
         return np.ones(len(slots), np.bool_)
 
     def _push(self, slot: int) -> None:
-        heapq.heappush(self._leaves, (int(self._last_use[slot]), slot))
+        heapq.heappush(self._leaves, packed(self._last_use.item(slot), slot))
 
     def _compact(self) -> None:
         """Outdated entries must not outgrow the pool."""
-        if len(self._leaves) <= 64 + 4 * len(self._present):
-            return
-        leaves = np.flatnonzero(self._present & (self.children == 0))
-        self._leaves = [(int(self._last_use[s]), int(s)) for s in leaves]
-        heapq.heapify(self._leaves)
+        if len(self._leaves) > 64 + 2 * len(self._present):
+            leaves = np.flatnonzero(self._present & (self.children == 0))
+            self._leaves = heap_of(self._last_use[leaves], leaves)
+
+
+def packed(used: int, slot: int) -> int:
+    """A leaf and its last use when it was pushed, as one number that sorts by the latter. It takes
+    a third of what a pair takes, and gives the garbage collector nothing to look at."""
+    return used << _SLOT_BITS | slot
+
+
+def unpacked(entry: int) -> tuple[int, int]:
+    """The last use and the slot of an entry."""
+    return entry >> _SLOT_BITS, entry & _SLOT_MASK
+
+
+def heap_of(used: npt.NDArray[np.int64], slots: Slots) -> list[int]:
+    """A heap of entries. Shapes: (n,) both."""
+    entries = list(map(packed, used.tolist(), slots.tolist()))
+    heapq.heapify(entries)
+    return entries

@@ -17,7 +17,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from tierd.eviction.chain_lru import ChainLru
+from tierd.eviction.chain_lru import ChainLru, heap_of, packed, unpacked
 from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Drop, Evictable, Slots
 
@@ -51,8 +51,8 @@ class ChainReuse(ChainLru):
     def __init__(self, most: int = 0) -> None:
         super().__init__(most)
         self._class: npt.NDArray[np.int8] = column(np.int8, most)
-        # Per class, as ChainLru's one: (last use when pushed, slot), perhaps outdated.
-        self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(CLASSES)]
+        # One a class, each as ChainLru's.
+        self._heaps: list[list[int]] = [[] for _ in range(CLASSES)]
         self._hits = [0.0] * CLASSES
         self._losses = [0.0] * CLASSES
         self._now = 0
@@ -81,7 +81,7 @@ class ChainReuse(ChainLru):
             coldest = self._coldest(chances)
             if coldest is None:
                 break
-            used, slot = heapq.heappop(self._heaps[coldest])
+            used, slot = unpacked(heapq.heappop(self._heaps[coldest]))
             run = self._victims(slot, count - gone, evictable)
             if not len(run):
                 held.append(slot)
@@ -160,7 +160,7 @@ class ChainReuse(ChainLru):
         """The last use of a class's oldest leaf, which is then the first of its heap."""
         heap = self._heaps[which]
         while heap:
-            used, slot = heap[0]
+            used, slot = unpacked(heap[0])
             leaf = self._present[slot] and not self.children[slot]
             if leaf and self._last_use[slot] == used and self._class[slot] == which:
                 return used
@@ -175,17 +175,17 @@ class ChainReuse(ChainLru):
             self._losses = [losses / 2 for losses in self._losses]
 
     def _push(self, slot: int) -> None:
-        heapq.heappush(self._heaps[self._class[slot]], (int(self._last_use[slot]), slot))
+        entry = packed(self._last_use.item(slot), slot)
+        heapq.heappush(self._heaps[self._class.item(slot)], entry)
 
     def _compact(self) -> None:
         """Outdated entries must not outgrow the pool."""
-        if sum(map(len, self._heaps)) <= 64 + 4 * len(self._present):
+        if sum(map(len, self._heaps)) <= 64 + 2 * len(self._present):
             return
         leaves = np.flatnonzero(self._present & (self.children == 0))
         for which in range(CLASSES):
             mine = leaves[self._class[leaves] == which]
-            self._heaps[which] = [(int(self._last_use[s]), int(s)) for s in mine]
-            heapq.heapify(self._heaps[which])
+            self._heaps[which] = heap_of(self._last_use[mine], mine)
 
 
 def _told(relative: float) -> float:
