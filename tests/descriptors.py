@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 Open = frozenset[tuple[int, str]]
 
@@ -26,3 +29,17 @@ def open_descriptors(having: str = "") -> Open:
 def opened_since(before: Open, having: str = "") -> list[tuple[int, str]]:
     """Those that were not open before, or not of that file."""
     return sorted(open_descriptors(having) - before)
+
+
+@contextmanager
+def descriptors_left(more: int) -> Iterator[None]:
+    """This process may open so many more descriptors, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(more + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -71,8 +71,10 @@ class Channel(Generic[T]):
         the caller keeps its own.
 
         Raises:
-            ChannelClosed: the other side is gone, or reads so slowly that the queue is full.
+            ChannelClosed: the other side is gone, or reads so slowly that the queue is full; or
+                this process has no descriptor left to duplicate with.
             ProtocolError: the message or the number of descriptors is over the limit.
+            OSError: a descriptor that is none; nothing was sent.
         """
         if self.closed:
             raise ChannelClosed
@@ -86,8 +88,11 @@ class Channel(Generic[T]):
         try:
             for fd in fds:
                 duplicates.append(os.dup(fd))
-        except OSError:
+        except OSError as error:
             close_all(duplicates)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.close()
+                raise ChannelClosed from None
             raise
         self._out.append((memoryview(data), duplicates))
         self._queued += len(data)

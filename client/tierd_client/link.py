@@ -127,10 +127,6 @@ class Link:
         except ChannelClosed:
             self.drop()
             return False
-        except OSError as error:  # the descriptors that go with it are duplicated
-            log.warning("cannot register with %s, trying again: %s", self.path, error)
-            self.drop()
-            return False
         self.state = LinkState.REGISTERING
         self.refusal = None
         self._give_up_at = now + REGISTER_TIMEOUT_S

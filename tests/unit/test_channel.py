@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from descriptors import open_descriptors, opened_since
+from descriptors import descriptors_left, open_descriptors, opened_since
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +131,20 @@ def test_a_descriptor_that_is_none_costs_no_other(ends: Ends) -> None:
     ((message, fds),) = reader.wait(30)
     assert message == note(2)
     close_all([good, *fds])
+
+
+def test_without_a_descriptor_left_a_message_that_carries_one_ends_the_channel(ends: Ends) -> None:
+    writer, reader = ends
+    kept = memory("kept")
+    writer.send(note(1))
+    with descriptors_left(1), pytest.raises(ChannelClosed):
+        writer.send(note(2), [kept, kept])
+    assert writer.closed, "the other side would never hear of it"
+    ((message, fds),) = reader.wait(30)
+    assert (message, fds) == (note(1), [])
+    with pytest.raises(ChannelClosed):
+        reader.wait(30)
+    os.close(kept)
 
 
 def test_waiting_ends_in_time_when_nothing_comes(ends: Ends) -> None:

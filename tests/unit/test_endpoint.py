@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import select
 import socket
 import threading
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from descriptors import descriptors_left
 
 from tierd.control.endpoint import Endpoint
 from tierd.wire.errors import ConfigError
@@ -87,14 +86,8 @@ def test_without_a_descriptor_left_who_connects_is_turned_away_and_does_not_keep
     listening = select.poll()
     listening.register(endpoint.listener, select.POLLIN)
     assert listening.poll(10_000)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no descriptor from there on
-    try:
+    with descriptors_left(0):
         assert list(endpoint.accept()) == []
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert early.recv(1) == b"", "it is told to come again, rather than left waiting"
     assert not listening.poll(0)
     late.connect(str(endpoint.path))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from descriptors import descriptors_left
 from tierd_client.link import Link, LinkState
 
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec, Register
@@ -36,20 +33,6 @@ REGISTER = Register(
 )
 
 
-@contextmanager
-def descriptors(more: int) -> Iterator[None]:
-    """So many more descriptors may be opened, and no others."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.dup(0) for _ in range(more + 1)]
-    for fd in free:
-        os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_an_engine_without_a_descriptor_left_serves_on_without_a_tier(tmp_path: Path) -> None:
     path = tmp_path / "tierd.sock"
     link = Link(path, retry_s=1.0)
@@ -57,7 +40,7 @@ def test_an_engine_without_a_descriptor_left_serves_on_without_a_tier(tmp_path: 
         daemon.bind(str(path))
         daemon.listen()
         for more in (0, 1):  # none for a socket; one for a socket and none for what it carries
-            with descriptors(more):
+            with descriptors_left(more):
                 assert not link.register(REGISTER, [daemon.fileno()], now=0.0)
             assert link.state is LinkState.DOWN
             assert not link.due(0.5), "it pauses before it tries again"

@@ -6,6 +6,7 @@ import hashlib
 import os
 
 import pytest
+from descriptors import descriptors_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,3 +97,16 @@ def test_a_table_is_outgrown_by_smaller_pages_alone() -> None:
         assert os.fstat(shared.fd).st_size == presence.nbytes(shared.table.buckets)
     finally:
         shared.close()
+
+
+def test_a_table_that_cannot_be_replaced_is_kept() -> None:
+    shared = SharedPresence(1 << 30)
+    shared.add(key(1), HERE)
+    with descriptors_left(0):
+        assert not shared.outgrown_by(page_bytes=64, keys=1)
+    assert shared.table.may_have(key(1), HERE)
+    shared.add(key(2), HERE)
+    assert shared.table.may_have(key(2), HERE)
+    assert not shared.table.may_have(key(3), HERE), "it is still sure of what it says"
+    assert shared.outgrown_by(page_bytes=64, keys=1), "the next rank has another try"
+    shared.close()

@@ -32,9 +32,8 @@ class SharedPresence:
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
-        self._buckets = 0
-        self.fd = -1
-        self._make(_buckets(memory_bytes // PAGE_BYTES))
+        self._buckets = _buckets(memory_bytes // PAGE_BYTES)
+        self.fd, self._memory, self.table = _make(self._buckets)
 
     def outgrown_by(self, page_bytes: int, keys: int) -> bool:
         """Make a table for more pages, if pages of this size need one.
@@ -44,13 +43,19 @@ class SharedPresence:
             keys: How many of these pools have an entry for it.
 
         Returns: whether there is another table: an empty one, to which the caller adds all pages.
+            Where none can be made, the one there is serves on: more lookups have to ask.
         """
         buckets = _buckets(keys * self._memory_bytes // page_bytes)
         if buckets <= self._buckets:
             return False
+        try:
+            made = _make(buckets)
+        except OSError:
+            return False
         self.table.supersede()
         self.close()
-        self._make(buckets)
+        self.fd, self._memory, self.table = made
+        self._buckets = buckets
         return True
 
     def add(self, keys: bytes, salt: Salt) -> None:
@@ -70,15 +75,24 @@ class SharedPresence:
         os.close(self.fd)
         self.fd = -1
 
-    def _make(self, buckets: int) -> None:
-        size = presence.nbytes(buckets)
-        self.fd = os.memfd_create("tierd-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
-        self._memory = mmap.mmap(self.fd, size)
-        self.table = PresenceTable.format(self._memory, buckets)
-        self._buckets = buckets
+
+def _make(buckets: int) -> tuple[int, mmap.mmap, PresenceTable]:
+    """A sealed file, its mapping and the empty table in it.
+
+    Raises: OSError: no memory or no descriptor left; nothing is left open.
+    """
+    size = presence.nbytes(buckets)
+    fd = os.memfd_create("tierd-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        memory = mmap.mmap(fd, size)
+        table = PresenceTable.format(memory, buckets)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, memory, table
 
 
 def _buckets(pages: int) -> int:
