@@ -119,11 +119,11 @@ def eviction(
         str, typer.Option(help="Sizes of the GPU's prefix cache in front of it, likewise.")
     ] = "0,2%",
     requests: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Requests of a generated workload.")
+        int, typer.Option(min=1, max=1_000_000, help="How many requests a generated workload has.")
     ] = 1500,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, another workload.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated workload.")] = 1,
     page_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a block of the trace file.")
+        int, typer.Option(min=1, help="Tokens of a block in the trace file.")
     ] = 512,
     as_json: JsonOption = False,
 ) -> None:

@@ -40,7 +40,7 @@ Examples:
 
 def control(
     seconds: Annotated[
-        float, typer.Option(min=0.2, max=600, help="How long each load lasts.")
+        float, typer.Option(min=0.2, max=600, help="How long each load lasts, in seconds.")
     ] = 5.0,
     ranks: Annotated[
         int, typer.Option(min=0, max=2, help="Only engines of so many ranks; 0: one, then two.")

@@ -73,7 +73,10 @@ def copy(
     tokens: Annotated[
         int | None, typer.Option(min=2048, help="Token slots of each pool. Default: 448,000.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="The best of so many counts.")] = 2,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, max=100, help="Repeat each measurement so often; the best one counts."),
+    ] = 2,
     as_json: JsonOption = False,
 ) -> None:
     """Measure how fast pages are copied, against one contiguous copy of the same run."""
@@ -95,8 +98,12 @@ def copy(
 def interference(
     device: Device = "0",
     quick: Annotated[bool, typer.Option("--quick", help="Two kinds of pages, two rates.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="Of a window.")] = 0.7,
-    windows: Annotated[int, typer.Option(min=1, max=100, help="Of each kind of traffic.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=60.0, help="Length of a window, in seconds.")
+    ] = 0.7,
+    windows: Annotated[
+        int, typer.Option(min=1, max=100, help="Windows for each kind of traffic.")
+    ] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what copies cost a decode-like loop on the same GPU."""

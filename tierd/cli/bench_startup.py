@@ -44,25 +44,30 @@ Examples:
 def startup(
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Of each daemon. Default: 16GiB; 1GiB on `host`."),
+        typer.Option(
+            metavar="SIZE", help="Host memory of each daemon. Default: 16GiB; 1GiB on `host`."
+        ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(metavar="LIST", help="Threads of each copier that pin.")
+        str,
+        typer.Option(
+            metavar="LIST", help="Numbers of pinning threads to try, separated by commas."
+        ),
     ] = "1,2,4,8",
     hugepages: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Kinds of pages, as of `tierd serve`. Default: off, and those of 2MiB and 1GiB "
-            "that are reserved for all of the memory.",
+            help="Kinds of pages to try, as in `tierd serve`. Default: off, and 2MiB and 1GiB "
+            "where enough of them are reserved for all of the memory.",
         ),
     ] = None,
-    devices: Annotated[str, typer.Option(metavar="LIST", help="As of `tierd serve`.")] = "all",
+    devices: Annotated[str, typer.Option(metavar="LIST", help="As in `tierd serve`.")] = "all",
     memory_check: Annotated[
         bool,
         typer.Option(
             "--memory-check/--no-memory-check",
-            help="As of `tierd serve`; off on a machine whose memory grows with use.",
+            help="As in `tierd serve`.",
         ),
     ] = True,
     as_json: JsonOption = False,

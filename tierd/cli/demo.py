@@ -41,8 +41,12 @@ MEMORY_PER_RANK = {"host": 128 << 20, "cuda": 12 << 30}
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes of the group.")] = 2,
-    turns: Annotated[int, typer.Option(min=8, help="Turns of conversations to serve.")] = 400,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=8, help="How many rank processes the engine has.")
+    ] = 2,
+    turns: Annotated[
+        int, typer.Option(min=8, help="How many turns of conversations to serve.")
+    ] = 400,
     device: Annotated[
         Literal["auto", "host", "cuda"], typer.Option(help="Where the ranks' KV pages live.")
     ] = "auto",
@@ -55,12 +59,10 @@ def demo(
     ] = None,
     memory_check: Annotated[
         bool,
-        typer.Option(
-            help="Compare that with what is free; see `tierd serve --help`.", show_default=False
-        ),
+        typer.Option(help="Refuse --memory if it is more than what is free.", show_default=False),
     ] = True,
     arena: Annotated[
-        bool, typer.Option("--arena", help="One allocation for all layers, not one a layer.")
+        bool, typer.Option("--arena", help="One allocation for all layers instead of one a layer.")
     ] = False,
     sglang: Annotated[
         bool, typer.Option("--sglang", help="Drive SGLang's real radix tree instead.")

@@ -19,7 +19,8 @@ EPILOG = """
 Start here: `tierd demo` shows the whole system at work, then `tierd serve` runs the daemon and
 `tierd status` looks at it.
 
-Exit status: 0 done, 1 failed or refused, 2 bad usage or configuration, 3 no daemon answers.
+Exit status: 0 done, 1 failed or refused, 2 bad usage or configuration, 3 no daemon answers; of
+`tierd serve` also 4: told to stop, it could not finish everything that it had accepted.
 """
 
 COMMANDS = {
@@ -77,7 +78,10 @@ def _version(wanted: bool) -> None:
 
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options before the subcommand."""

@@ -30,15 +30,14 @@ Examples:
 - `tierd serve --memory 64GiB --devices 0,1`
 - `tierd serve --config /etc/tierd/llama.toml --memory 128GiB`: flags win over the file
 - `tierd serve --devices host:2 --memory 512MiB`: no GPU needed, two devices of the host backend
-
 - `tierd serve --persist /dev/shm/tierd-llama`: the cache survives a restart of the daemon
 
 Start the daemon before the engine: its CUDA contexts (about half a GiB of each GPU) must be there
-when the engine sizes its own pools. SIGTERM or Ctrl-C ends it and every process it started, once
-what it has accepted is finished, or 15 s later; a second one ends it at once.
+when the engine sizes its own pools. On SIGTERM or Ctrl-C the daemon finishes what it has accepted,
+for 15 s at most, and ends with every process that it started; a second signal ends it at once.
 
-Exit status: 0 all was finished, 4 not all was, 1 a copier cannot start, 2 bad usage or
-configuration.
+Exit status: 0 everything was finished, 1 a copier cannot start, 2 bad usage or configuration, 4 it
+could not finish everything that it had accepted.
 """
 
 
@@ -64,8 +63,8 @@ def serve(
         bool | None,
         typer.Option(
             "--memory-check/--no-memory-check",
-            help="Compare --memory with what is free; switch off on a machine whose memory "
-            "grows with use. Default: on.",
+            help="Refuse --memory if it is more than what is free. Switch this off on a machine "
+            "whose memory grows on demand. Default: on.",
             show_default=False,
         ),
     ] = None,
@@ -73,16 +72,16 @@ def serve(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="`all`, GPU numbers or UUIDs with commas between, `host`, or `host:N`. "
-            "Default: all GPUs; without one, `host`.",
+            help="`all`; or GPUs by number or UUID, separated by commas; or `host`, or `host:N`, "
+            "for no GPU. Default: all GPUs, or `host` if there is none.",
         ),
     ] = None,
     pool: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=SHARE",
-            help="Cap what the pages of one pool may take of the memory, such as swa=20%. "
-            "Can be given for several. Default: no cap; pools share by use.",
+            help="The most that the pages of one pool may take of the memory, such as swa=20%. "
+            "May be repeated. Default: no cap; pools share by use.",
         ),
     ] = None,
     patience: Annotated[
@@ -90,30 +89,31 @@ def serve(
         typer.Option(
             metavar="FACTOR",
             help="Multiplies every deadline after which a rank or a copier that does not answer is "
-            "given up; more on a machine that stalls for seconds. Default: 1.",
+            "given up. Raise it on a machine that stalls for seconds. Default: 1.",
         ),
     ] = None,
     max_gbps: Annotated[
         float | None,
         typer.Option(
             metavar="RATE",
-            help="Cap the copies of each GPU at so many GB/s in either direction. Default: no cap.",
+            help="The most that the copies of each GPU may take in either direction, in GB/s (1e9 "
+            "bytes). Default: no cap.",
         ),
     ] = None,
     hugepages: Annotated[
         str | None,
         typer.Option(
             metavar="auto|off|2MiB|1GiB",
-            help="Pages that host memory lies in, if the machine has them reserved; where it has "
-            "not, or too few, ordinary ones. Default: auto.",
+            help="Memory pages to use for host memory. If the machine has not reserved enough huge "
+            "pages, ordinary ones serve for the rest. Default: auto.",
         ),
     ] = None,
     pin_ahead: Annotated[
         str | None,
         typer.Option(
             metavar="all|SIZE",
-            help="Memory to pin from the start, in the background, before it is needed; 0 pins "
-            "when it is. Default: all for GPUs, 0 for `host`.",
+            help="How much memory to pin from the start, in the background; the rest is pinned "
+            "when it is needed. Default: all for GPUs, 0 for `host`.",
         ),
     ] = None,
     pin_threads: Annotated[
@@ -128,23 +128,23 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="Serve the users of this group too, engines and commands alike. "
-            "Default: this user and root alone.",
+            "Default: this user and root only.",
         ),
     ] = None,
     persist: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Keep pages in files of this directory, on a tmpfs or hugetlbfs, so that the next "
-            "daemon with the same one has them. Default: pages go with the daemon.",
+            help="Keep pages in files of this directory, on a tmpfs or hugetlbfs, for the next "
+            "daemon that is given the same one. Default: pages are lost when the daemon ends.",
         ),
     ] = None,
     verify: Annotated[
         str | None,
         typer.Option(
-            metavar="WHICH",
-            help="Checksums of pages in host memory: off, sample (one page in 16) or always. They "
-            "cost CPU time, about half a second a GB. Default: off.",
+            metavar="off|sample|always",
+            help="Checksums of pages in host memory, for one page in 16 (sample) or all of them. "
+            "They cost about half a second of CPU time for each GB. Default: off.",
         ),
     ] = None,
     config_file: Annotated[
@@ -159,7 +159,9 @@ def serve(
     ] = None,
     log_level: Annotated[
         str | None,
-        typer.Option(metavar="LEVEL", help="debug, info, warning or error. Default: info."),
+        typer.Option(
+            metavar="debug|info|warning|error", help="What the log on stderr has. Default: info."
+        ),
     ] = None,
 ) -> None:
     """Serve the host-memory tier to the engines of this machine, in the foreground.

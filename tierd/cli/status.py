@@ -31,9 +31,11 @@ Examples:
 def status(
     socket: SocketOption = None,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")
+    ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks of --watch.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Pause between two looks of --watch.")
     ] = 1.0,
 ) -> None:
     """Show pools, engines, copiers and the queue of a running daemon."""
