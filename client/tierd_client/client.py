@@ -229,8 +229,14 @@ class TierClient:
     def _watch(self) -> None:
         """Have the watchdog look at the processes that are there now."""
         control, copier = self._link.control, self._link.copier
-        if self._watchdog and control and copier and copier is not self._watched:
-            self._watchdog.watch(control.pidfd, copier.pidfd)
+        watchdog = self._watchdog
+        if (
+            watchdog
+            and control
+            and copier
+            and copier is not self._watched
+            and watchdog.watch(control.pidfd, copier.pidfd)
+        ):
             self._watched = copier
 
     def _lost(self, why: str) -> None:
@@ -579,7 +585,11 @@ class TierClient:
     def _can_restore(self) -> bool:
         """Would every waiting stream be released, whoever dies?"""
         self._watch()
-        return self._watchdog is None or self._watchdog.armed()
+        if self._watchdog is None or self._watchdog.armed():
+            return True
+        if self._watchdog.is_dead():
+            self._watched = None  # the next call has another one started
+        return False
 
     def _daemon_lost(self, connection: int) -> bool:
         """Look at the lifeline: is the daemon that was told of a restore gone, even if there is

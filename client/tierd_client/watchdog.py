@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
+import logging
 import math
 import mmap
 import os
@@ -24,19 +25,23 @@ import time
 
 from tierd.wire.layout import RESTORE_ENTRIES, Segment, read_segment_spec
 
+log = logging.getLogger("tierd_client")
+
 RELEASE_INTERVAL_S = 0.05
 """How often waits are released while both are dead: one may be enqueued after their death."""
 COPIER_GRACE_S = 20.0
 """A copier whose control is dead exits by itself, after the copies on the wire; one that has not by
 then hangs, and is killed: before its death nothing may be released."""
 _EXIT_S = 2.0
+RETRY_S = 1.0
 _SERIAL = struct.Struct("<I")
 
 
 class Watchdog:
     """The engine's end: starts the process, tells it whom to watch, ends it.
 
-    No method blocks, except `close` for the moment in which the process exits.
+    No method blocks, except `close` for the moment in which the process exits. Where there is no
+    process, nothing is armed.
 
     Args:
         segment_fd: The rank's segment; duplicated, so the caller keeps its own.
@@ -50,18 +55,18 @@ class Watchdog:
         self._copier_grace_s = copier_grace_s
         self._serial = 0
         self._armed_serial = 0
+        self._retry_at = 0.0
         self._start()
 
-    def watch(self, control_pidfd: int, copier_pidfd: int) -> None:
+    def watch(self, control_pidfd: int, copier_pidfd: int) -> bool:
         """Watch these two processes from now on, instead of the ones before them.
 
         Starts a new process if the last one was killed. The descriptors stay the caller's.
 
-        Raises: OSError: no process or no descriptor left.
+        Returns: False: there is none, and none can be started now; ask again.
         """
-        if self._process.poll() is not None:
-            self._socket.close()
-            self._start()
+        if self.is_dead() and not self._start_again():
+            return False
         self._serial += 1
         pidfds = array.array("i", [control_pidfd, copier_pidfd])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, pidfds)]
@@ -69,6 +74,11 @@ class Watchdog:
         # armed, which is what the caller goes by.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
             self._socket.sendmsg([_SERIAL.pack(self._serial)], rights, socket.MSG_NOSIGNAL)
+        return True
+
+    def is_dead(self) -> bool:
+        """Was the process killed?"""
+        return self._process.poll() is not None
 
     def armed(self) -> bool:
         """Whether the process lives and watches what the last `watch` named.
@@ -101,15 +111,44 @@ class Watchdog:
     def pid(self) -> int:
         return self._process.pid
 
+    def _start_again(self) -> bool:
+        """Not more often than every RETRY_S: to try costs the scheduler's thread a millisecond."""
+        now = time.monotonic()
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + RETRY_S
+        last = self._socket
+        try:
+            self._start()
+        except OSError as error:
+            log.warning(
+                "no watchdog process can be started (%s): nothing is restored until one can, tried "
+                "again every %.0f s",
+                error,
+                RETRY_S,
+            )
+            return False
+        last.close()
+        return True
+
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        """Raises: OSError: no process or no descriptor left; all is as it was."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
+                self._process = self._launch(theirs)
+            undo.pop_all()
+        ours.setblocking(False)
+        self._socket = ours
         self._news = select.poll()
-        self._news.register(self._socket, select.POLLIN)
+        self._news.register(ours, select.POLLIN)
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         engine = os.pidfd_open(os.getpid())
         fds = (self._segment_fd, theirs.fileno(), engine)
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tierd_client.watchdog"),
                     *(str(argument) for argument in (*fds, self._copier_grace_s)),
@@ -121,11 +160,7 @@ class Watchdog:
                 # numpy's BLAS would start a thread a core.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        except BaseException:
-            self._socket.close()
-            raise
         finally:
-            theirs.close()
             os.close(engine)
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from descriptors import descriptors_left
+from tier_harness import Engine, running
 from tierd_client.segment import SharedSegment, create_segment
 from tierd_client.watchdog import Watchdog
 
@@ -181,6 +183,38 @@ def test_a_killed_watchdog_is_noticed_and_started_again(
         control.kill()
         copier.kill()
         until(released(segment), "the new watchdog releases")
+
+
+def test_where_no_process_can_be_started_it_is_not_armed_and_another_try_comes_later(
+    watchdog: Watchdog,
+) -> None:
+    with peers(2) as (control, copier):
+        arm(watchdog, control, copier)
+        killed = watchdog.pid
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: watchdog.is_dead(), "its end is noticed")
+        with descriptors_left(0):
+            assert not watchdog.watch(control.pidfd, copier.pidfd)
+            assert not watchdog.armed()
+        until(lambda: watchdog.watch(control.pidfd, copier.pidfd), "another one is started")
+        assert watchdog.pid != killed
+        until(watchdog.armed, "it is armed")
+
+
+def test_an_engine_whose_watchdog_was_killed_gets_another_one(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path / "run") as daemon:
+        engine = Engine(daemon.socket)
+        dog = engine.client._watchdog = Watchdog(engine.client._shared.fd)  # as a rank on a GPU has
+        assert engine.back_up("a", 4)
+        until(lambda: engine.lookup("a", 4) == 4, "it is armed")
+        os.kill(dog.pid, signal.SIGKILL)
+        until(dog.is_dead, "it is dead")
+        assert engine.lookup("a", 4) == 0, "nothing would release a stream that waits"
+        until(lambda: engine.lookup("a", 4) == 4, "another one is armed")
+        assert engine.restored("a", 4)
+        engine.close()
 
 
 def test_closing_ends_the_process(segment: SharedSegment) -> None:
