@@ -409,6 +409,32 @@ def test_pieces_are_short_and_lose_nothing(counts: list[int], most: int, page_by
         assert len(piece) == 1 or piece["pages"].sum() * page_bytes <= plan.PIECE_BYTES
 
 
+def test_a_job_begins_with_short_pieces() -> None:
+    planned = plan_of("an allocation a layer", layers=36, pages=300, row=131072)
+    runs = some_runs(planned, list(range(0, 300, 2)), list(range(150)))
+    group = planned.group(0, 4)
+    sizes = [int(piece["pages"].sum()) * group.page_bytes for piece in planned.cut(group, runs)]
+    begun = [
+        int(piece["pages"].sum()) * group.page_bytes
+        for piece in planned.cut(group, runs, begins=True)
+    ]
+    assert sum(begun) == sum(sizes)
+    assert begun[0] <= plan.FIRST_PIECE_BYTES < sizes[0]
+    assert all(later <= 2 * before + group.page_bytes for before, later in pairwise(begun))
+    assert max(begun) == max(sizes)
+
+
+@pytest.mark.parametrize("arrangement", ["an allocation a layer", "K and V by turns"])
+def test_pages_in_order_of_their_slots_are_merged_wherever_their_chunks_lie(
+    arrangement: str,
+) -> None:
+    planned = plan_of(arrangement, layers=2, pages=1024, row=2048)
+    pages, slots = np.arange(256), np.arange(256, dtype=np.uint64)
+    chunks = np.repeat(np.array([4 << 30, 1 << 30], np.uint64), 128)
+    runs = planned.runs(pages, chunks, slots % np.uint64(128))
+    assert runs["pages"].tolist() == [planned.host.block_slots] * (256 // planned.host.block_slots)
+
+
 @given(
     layers=st.integers(1, 100),
     row=st.sampled_from([512, 2048, 32768, 131072]),

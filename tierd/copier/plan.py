@@ -10,6 +10,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
 
@@ -36,6 +37,8 @@ OPS = np.dtype(
 )
 """One strided copy: row i of `depth` rows, `width` bytes wide, lies at device + i * device_stride
 and at host + i * host_stride. Both strides are at least `width` where `depth` is over 1."""
+
+NO_OPS = np.zeros(0, OPS)
 
 RUNS = np.dtype([("page", "<u8"), ("block", "<u8"), ("position", "<u8"), ("pages", "<u8")])
 """`pages` consecutive pages from `page` on, at consecutive positions of the host block at address
@@ -71,6 +74,10 @@ PIECE_BOXES = 1024
 PIECE_ROWS = 4096
 """What is submitted at a time: one to three milliseconds of work, so that a restore never waits
 long behind a backup and little is on the wire when a process has to go."""
+FIRST_PIECE_BYTES = 8 << 20
+"""A job's first piece; each may be twice the one before. A call that takes many rows has its first
+byte on the wire late: this much is submitted while the wire would stand still, and is on it for as
+long as it takes to prepare the next."""
 
 MOST_GROUPS = 8
 GROUP_BYTES = 4 << 20
@@ -110,10 +117,37 @@ class Group:
     progressions: Records
     page_bytes: int
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of one page."""
         return int(self.progressions["depth"].sum())
+
+    @cached_property
+    def single_rows(self) -> Records | None:
+        """The same rows, a progression each (dtype PROGRESSIONS); None where rows may turn out to
+        be one longer row, which they could not be then."""
+        folded = self.progressions
+        deep = folded["depth"] > 1
+        if (folded["device_stride"] == folded["host_stride"])[deep].any():
+            return None
+        single, step = one_by_one(folded)
+        single["device"] += step * single["device_stride"]
+        single["host_offset"] += step * single["host_stride"]
+        return single
+
+    @cached_property
+    def wide_pages(self) -> U64:
+        """Per progression, how many pages side by side make a row of WIDE_ROW_BYTES."""
+        row_bytes = self.progressions["row_bytes"]
+        pages: U64 = (np.uint64(WIDE_ROW_BYTES - 1) + row_bytes) // row_bytes
+        return pages
+
+    def narrow_boxes(self, lengths: U64) -> int:
+        """How many boxes it takes to restore runs of pages.
+
+        Args: `lengths`: pages of each run, ascending.
+        """
+        return int(np.searchsorted(lengths, self.wide_pages).sum())
 
 
 @dataclass(frozen=True)
@@ -183,7 +217,7 @@ class PoolPlan:
             chunks: Address of each page's chunk. Shape: (n,).
             slots: Slot of each page within its chunk. Shape: (n,).
 
-        Returns: dtype RUNS, ordered by place in host memory.
+        Returns: dtype RUNS.
         Raises: PlanError: a page that the pool does not have, or a slot outside its chunk.
         """
         check_range("page number", pages, self.pool.num_pages)
@@ -195,6 +229,8 @@ class PoolPlan:
 
     def batch(self, group: Group, runs: Records, direction: Direction) -> Batch:
         """The operations that move these runs of pages, for some layers of the pool."""
+        if group.single_rows is not None and self._all_rows(group, runs, direction):
+            return Batch(boxes=NO_OPS, rows=operations(group.single_rows, runs))
         ops = operations(group.progressions, runs)
         plain = ops["depth"] == 1
         if self.path is Path.ROWS:
@@ -204,22 +240,30 @@ class PoolPlan:
             plain &= ops["width"] >= NARROW_ROW_BYTES
         return Batch(boxes=ops[~plain], rows=split_rows(ops[plain]))
 
-    def restore_boxes(self, group: Group, runs: Records) -> int:
-        """How many boxes it takes to restore these runs of pages, for some layers of the pool."""
-        widths = np.outer(runs["pages"], group.progressions["row_bytes"])
-        return int((widths < WIDE_ROW_BYTES).sum())
+    def _all_rows(self, group: Group, runs: Records, direction: Direction) -> bool:
+        """Whether every operation that `batch` makes of these goes through the row call."""
+        if direction is Direction.BACKUP or not len(runs) or not len(group.progressions):
+            return self.path is Path.ROWS
+        least = NARROW_ROW_BYTES if self.path is Path.ROWS else WIDE_ROW_BYTES
+        narrowest = int(group.progressions["row_bytes"].min())
+        return int(runs["pages"].min()) * narrowest >= least
 
     def pieces(self, group: Group, runs: Records, direction: Direction) -> Iterator[Batch]:
         """`batch`, cut so that each piece is a short time's work."""
-        if not len(group.progressions):
-            return
-        for piece in cut(runs, self._runs_a_piece(group), group.page_bytes):
+        for piece in self.cut(group, runs):
             yield self.batch(group, piece, direction)
 
-    def _runs_a_piece(self, group: Group) -> int:
+    def cut(self, group: Group, runs: Records, *, begins: bool = False) -> Iterator[Records]:
+        """The runs that are to be one piece, in order. `begins`: a job does, so that the first
+        pieces are shorter."""
+        if not len(group.progressions):
+            return iter(())
         if self.path is Path.ROWS:
-            return max(1, PIECE_ROWS // group.rows)
-        return max(1, PIECE_BOXES // len(group.progressions))
+            most_runs = max(1, PIECE_ROWS // group.rows)
+        else:
+            most_runs = max(1, PIECE_BOXES // len(group.progressions))
+        first = FIRST_PIECE_BYTES if begins else PIECE_BYTES
+        return cut(runs, most_runs, group.page_bytes, first)
 
     def _fold(self, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
         host = self.host
@@ -252,37 +296,44 @@ def check_range(what: str, values: npt.NDArray[Any], end: int) -> None:
 
 
 def merge(pages: U64, blocks: U64, positions: U64, *, join: bool = True) -> Records:
-    """Merge pages that are adjacent on the device and in one block; with `join` false, only
-    order them.
+    """Merge pages that are adjacent on the device and in one block; with `join` false, none.
 
     Args: three arrays of shape (n,): page number, address of its block, its place in the block.
-    Returns: dtype RUNS, ordered by block and position.
+    Returns: dtype RUNS, a block's in the order of their positions.
     """
     if not len(pages):
         return np.zeros(0, RUNS)
-    order = np.lexsort((positions, blocks))
-    pages, blocks, positions = pages[order], blocks[order], positions[order]
-    joined = join & (
-        (pages[1:] == pages[:-1] + np.uint64(1))
-        & (blocks[1:] == blocks[:-1])
-        & (positions[1:] == positions[:-1] + np.uint64(1))
-    )
+    same = blocks[1:] == blocks[:-1]
+    # A chain's slots mostly come in order, and to sort them all the same costs more than the rest.
+    if join and (same & (positions[1:] <= positions[:-1])).any():
+        order = np.lexsort((positions, blocks))
+        pages, blocks, positions = pages[order], blocks[order], positions[order]
+        same = blocks[1:] == blocks[:-1]
+    joined = join & same
+    joined &= pages[1:] == pages[:-1] + np.uint64(1)
+    joined &= positions[1:] == positions[:-1] + np.uint64(1)
     starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
     runs = np.zeros(len(starts), RUNS)
     runs["page"], runs["block"], runs["position"] = pages[starts], blocks[starts], positions[starts]
-    runs["pages"] = np.diff(starts, append=len(pages))
+    runs["pages"][:-1] = starts[1:] - starts[:-1]
+    runs["pages"][-1] = len(pages) - starts[-1]
     return runs
 
 
-def cut(runs: Records, most_runs: int, page_bytes: int) -> Iterator[Records]:
-    """Slices of `runs` with at most `most_runs` of them and about PIECE_BYTES; at least one."""
+def cut(
+    runs: Records, most_runs: int, page_bytes: int, first_bytes: int = PIECE_BYTES
+) -> Iterator[Records]:
+    """Slices of `runs` with at most `most_runs` of them, at least one, and about PIECE_BYTES: the
+    first one `first_bytes`, each of the next twice as much as the one before, up to that."""
     ends = np.cumsum(runs["pages"]) * np.uint64(page_bytes)
     start = moved = 0
+    size = first_bytes
     while start < len(runs):
-        fits = int(np.searchsorted(ends, moved + PIECE_BYTES, side="right"))
+        fits = int(np.searchsorted(ends, moved + size, side="right"))
         end = max(start + 1, min(fits, start + most_runs))
         yield runs[start:end]
         start, moved = end, int(ends[end - 1])
+        size = min(2 * size, PIECE_BYTES)
 
 
 def operations(folded: Records, runs: Records) -> Records:
@@ -310,14 +361,19 @@ def split_rows(ops: Records) -> Records:
     """The same bytes with a depth of 1."""
     if not len(ops) or int(ops["depth"].max()) == 1:
         return ops
-    counts = ops["depth"].astype(np.int64)
-    rows = np.repeat(ops, counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    step = (np.arange(len(rows)) - first).astype(np.uint64)
+    rows, step = one_by_one(ops)
     rows["device"] += step * rows["device_stride"]
     rows["host"] += step * rows["host_stride"]
-    rows["depth"] = 1
     return rows
+
+
+def one_by_one(deep: Records) -> tuple[Records, U64]:
+    """A copy of each record for each of its rows, with a depth of 1, and the row's number."""
+    counts = deep["depth"].astype(np.int64)
+    rows: Records = np.repeat(deep, counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    rows["depth"] = 1
+    return rows, (np.arange(len(rows)) - first).astype(np.uint64)
 
 
 def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
@@ -335,10 +391,12 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
     """
     total = sum(int(runs["pages"].sum()) * plan.group(0, layers).page_bytes for plan, runs in work)
 
+    lengths = [np.sort(runs["pages"]) for _, runs in work]
+
     def boxes(groups: list[tuple[int, int]]) -> int:
         return sum(
-            plan.restore_boxes(plan.group(first, end), runs)
-            for plan, runs in work
+            plan.group(first, end).narrow_boxes(pages)
+            for (plan, _), pages in zip(work, lengths, strict=True)
             for first, end in groups
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
 from tierd.copier.plan import (
     I64,
-    OPS,
+    NO_OPS,
     U64,
     Batch,
     Direction,
@@ -28,7 +28,7 @@ from tierd.wire import layout
 from tierd.wire.geometry import HostLayout, check_pools, placed_layout
 from tierd.wire.messages import Attach, BackupJob, CopyPart, HostPool, PoolSpec, RestoreJob
 
-_NOTHING = Batch(boxes=np.zeros(0, OPS), rows=np.zeros(0, OPS))
+_NOTHING = Batch(boxes=NO_OPS, rows=NO_OPS)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,13 @@ def _chunk_addresses(
     part: CopyPart, host: HostLayout, chunks: Mapping[int, Chunk]
 ) -> tuple[set[int], U64]:
     """The chunks that a part names, and the address of each page's."""
-    ids, inverse = np.unique(np.frombuffer(part.chunks, "<u8"), return_inverse=True)
+    numbers = np.frombuffer(part.chunks, "<u8")
+    if not len(numbers):
+        return set(), np.zeros(0, np.uint64)
+    # Pages of a chain mostly lie in one chunk after the other.
+    firsts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+    edges = np.concatenate(([0], firsts, [len(numbers)]))
+    ids, inverse = np.unique(numbers[edges[:-1]], return_inverse=True)
     needed = host.data_offset + host.chunk_slots * host.slot_bytes
     addresses = np.zeros(len(ids), np.uint64)
     for n, number in enumerate(ids.tolist()):
@@ -225,22 +231,29 @@ def _chunk_addresses(
         if chunk.size < needed:
             raise PlanError(f"chunk {number} has {chunk.size} bytes; its pool needs {needed}")
         addresses[n] = chunk.address
-    return set(ids.tolist()), addresses[inverse]
+    return set(ids.tolist()), np.repeat(addresses[inverse], edges[1:] - edges[:-1])
 
 
 def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
+    begins = True
     for plan, runs in work:
-        for batch in plan.pieces(plan.group(0, plan.layers), runs, Direction.BACKUP):
-            yield Piece(batch)
+        group = plan.group(0, plan.layers)
+        for some in plan.cut(group, runs, begins=begins):
+            yield Piece(plan.batch(group, some, Direction.BACKUP))
+        begins = False
 
 
 def _restore_pieces(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> Iterator[Piece]:
     """Layer group by layer group; the last piece of a group completes its layers."""
     for first, end in layer_groups(work, layers):
-        last = _NOTHING
-        for plan, runs in work:
-            for batch in plan.pieces(plan.group(first, end), runs, Direction.RESTORE):
-                if last is not _NOTHING:
-                    yield Piece(last)
-                last = batch
-        yield Piece(last, range(first, end))
+        parts = [
+            (plan, group, some)
+            for plan, runs in work
+            for group in [plan.group(first, end)]
+            for some in plan.cut(group, runs, begins=not first)
+        ]
+        for left, (plan, group, some) in enumerate(parts, 1 - len(parts)):
+            batch = plan.batch(group, some, Direction.RESTORE)
+            yield Piece(batch, range(first, end) if not left else range(0))
+        if not parts:
+            yield Piece(_NOTHING, range(first, end))
