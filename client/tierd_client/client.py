@@ -552,8 +552,6 @@ class TierClient:
         generation = self._restores % 2**32 or 2**31
         ticket = self._new_ticket()
         self._segment.awaited[entry] = generation
-        self._device.write_page_numbers("restore", ring.head, layout.slots, layout.page_tokens)
-        self._device.mark_ready(ticket)
         message = messages.Restore(
             epoch=self._epoch,
             number=self._restores,
@@ -567,6 +565,9 @@ class TierClient:
         if not self._link.send(message):
             self._segment.release(entry)
             return FailedRestore()
+        # After the message: it is on its way while the device gets its work.
+        self._device.write_page_numbers("restore", ring.head, layout.slots, layout.page_tokens)
+        self._device.mark_ready(ticket)
         ring.head = layout.end
         connection = self._link.connection
         restore = Restore(

@@ -168,6 +168,46 @@ def test_a_load_without_a_lease_is_served_if_its_pages_are_here() -> None:
     assert pool.held == 4
 
 
+def test_a_load_gets_the_pages_that_its_lease_holds() -> None:
+    pool = make_pool(16, a=4, b=4)
+    group = Group(pool)
+    assert max(group.lookup("r", chain("a", 4))) == 4
+    pins = group.pin(1, {"r": chain("a", 3)})
+    assert pins.plan is not None
+    (((_, slots),),) = pins.plan
+    assert slots.tolist() == pool.find_all(chain("a", 3)).tolist()
+
+
+def test_a_load_of_another_chain_than_the_leased_one_gets_its_own_pages() -> None:
+    pool = make_pool(16, a=4, b=4)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    pins = group.pin(1, {"r": chain("b", 4)})
+    assert pins.plan is not None
+    (((_, slots),),) = pins.plan
+    assert slots.tolist() == pool.find_all(chain("b", 4)).tolist()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_leased_page_that_turns_out_corrupt_is_not_loaded(again: bool) -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    group.lookup("r", chain("a", 4))
+    bad = pool.find_all(chain("a", 4))[1:2]
+    pool.spoil(bad)
+    if again:
+        keys = chain("a", 4)
+        pool.commit(pool.reserve(keys, b"", pool.find_all(keys), 9)[1:2])
+    plan = group.pin(1, {"r": chain("a", 4)}).plan
+    if not again:
+        assert plan is None
+        return
+    assert plan is not None
+    (((_, slots),),) = plan
+    assert slots.tolist() == pool.find_all(chain("a", 4)).tolist()
+    assert bad[0] not in slots
+
+
 def test_one_missing_page_fails_the_whole_step_and_ends_its_leases() -> None:
     pool = make_pool(16, a=4, b=2)
     group = Group(pool)

@@ -26,9 +26,10 @@ Held = list[tuple[PagePool, Slots]]
 
 @dataclass
 class Lease:
-    """One answered lookup. `signature` is what was asked, byte for byte."""
+    """One answered lookup. `signature` is what was asked, byte for byte; `keys`: the chain."""
 
     signature: bytes
+    keys: Keys
     lengths: list[int]
     held: Held
     expires: float
@@ -117,7 +118,7 @@ class Leases:
         for pool, slots in held:
             pool.touch(slots, tick)
             pool.hold(slots)
-        self._leases[rid] = Lease(signature, lengths, held, now + self._lease_s)
+        self._leases[rid] = Lease(signature, keys, lengths, held, now + self._lease_s)
         return lengths
 
     def _room(self, pool: PagePool) -> int:
@@ -157,8 +158,9 @@ class Leases:
         if pins is not None:
             return pins
         plan: list[Held] | None = []
-        for _, want in wants:
-            runs = [(pool, pool.present(keys)) for pool, keys in want]
+        for rid, want in wants:
+            lease = self._leases.get(rid)
+            runs = [(pool, _leased(lease, pool, keys)) for pool, keys in want]
             if any((slots < 0).any() for _, slots in runs):
                 plan = None
                 break
@@ -242,6 +244,17 @@ def few(counts: Slots, *, spread: bool) -> list[int]:
         return [int(n) for n in counts[-FEW:]]
     last = len(counts) - 1
     return sorted({int(counts[last * part // FEW]) for part in range(1, FEW + 1)})
+
+
+def _leased(lease: Lease | None, pool: PagePool, keys: Keys) -> Slots:
+    """The slot of each page, MISSING for those that are not here. Those that a lease holds of a
+    whole chain are still theirs: the keys need not be looked up again."""
+    if lease is not None and not pool.window and lease.keys.blob.startswith(keys.blob):
+        for leased, slots in lease.held:
+            mine = slots[: len(keys)]
+            if leased is pool and len(mine) == len(keys) and pool.are_committed(mine):
+                return mine
+    return pool.present(keys)
 
 
 def _release(held: Held) -> None:

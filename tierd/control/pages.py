@@ -222,6 +222,10 @@ class PagePool:
     def is_committed(self, slot: int) -> bool:
         return bool(self._state[slot] == COMMITTED)
 
+    def are_committed(self, slots: Slots) -> bool:
+        """Can all of these be hit?"""
+        return bool((self._state[slots] == COMMITTED).all())
+
     def are_held(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these are under a lease or pin. Shape: (len(slots),)."""
         return self._holds[slots] > 0

@@ -125,11 +125,14 @@ class ChunkRows:
         self, slots: Slots, shard: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
         """Where slots lie: chunk numbers, and slots within those chunks. Shapes: (len(slots),)."""
-        ordinals, within = np.divmod(slots, self._host.chunk_slots)
-        numbers = np.empty(len(slots), np.uint64)
-        for ordinal in set(ordinals.tolist()):
-            numbers[ordinals == ordinal] = self.rows[ordinal][shard].number
-        return numbers, within.astype(np.uint32)
+        ordinals = slots // self._host.chunk_slots
+        within = slots - ordinals * self._host.chunk_slots
+        # Pages of a chain mostly lie in one chunk after the other.
+        edges = np.flatnonzero(np.diff(ordinals, prepend=-1, append=-1))
+        stretches = ordinals[edges[:-1]].tolist()
+        number = {ordinal: self.rows[ordinal][shard].number for ordinal in set(stretches)}
+        numbers = np.array([number[ordinal] for ordinal in stretches], np.uint64)
+        return np.repeat(numbers, np.diff(edges)), within.astype(np.uint32)
 
     def writing(
         self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
