@@ -11,7 +11,7 @@ import pytest
 from one_process import OneProcess
 
 from tierd.bench.wire_rank import WireRank
-from tierd.control.backup_desk import SLICE_STEPS, BackupDesk
+from tierd.control.backup_desk import GATHER_S, JOB_PAGES, SLICE_STEPS, BackupDesk
 from tierd.control.backups import STEP_PAGES
 from tierd.control.pages import PagePool
 from tierd.wire import limits, messages
@@ -126,3 +126,55 @@ def test_clearing_goes_on_between_lookups(daemon: OneProcess, rank: WireRank) ->
     ((done, _),) = rank.lifeline.receive()
     assert isinstance(done, messages.Done)
     assert done.detail == {"pages": LONG}
+
+
+def test_a_long_prompt_is_few_jobs_however_small_its_pages(
+    daemon: OneProcess, rank: WireRank
+) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool, (copier,) = pool_of(daemon), daemon.copiers
+    rank.back_up(keys(2, LONG), LONG)
+    now, begun = time.monotonic(), pool.arrivals
+    while pool.arrivals - begun < LONG:
+        daemon.control.turn(now)  # no time passes: nothing is sent for its age
+    daemon.control.turn(now)
+    assert len(copier.jobs) == -(-LONG // JOB_PAGES)
+    daemon.settle()
+    rank.read(0.0)
+    assert rank.kept == rank.sent
+
+
+def test_pages_wait_for_company_a_bounded_time(daemon: OneProcess, rank: WireRank) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool, (copier,) = pool_of(daemon), daemon.copiers
+    rank.back_up(keys(2, LONG), LONG)
+    now, begun = time.monotonic(), pool.arrivals
+    while pool.arrivals == begun:
+        daemon.control.turn(now)
+    assert not copier.jobs
+    daemon.control.turn(now + GATHER_S)
+    assert len(copier.jobs) == 1
+    daemon.settle()
+    rank.read(0.0)
+    assert rank.kept == rank.sent
+
+
+@pytest.mark.parametrize("who", ["rank", "copier"])
+def test_pages_of_one_who_goes_before_its_copier_is_told_are_given_up(
+    daemon: OneProcess, rank: WireRank, who: str
+) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool, (copier,) = pool_of(daemon), daemon.copiers
+    (session,) = daemon.state.sessions.values()
+    rank.back_up(keys(2, LONG), LONG)
+    now, begun = time.monotonic(), pool.arrivals
+    while pool.arrivals == begun:
+        daemon.control.turn(now)
+    if who == "rank":
+        rank.lifeline.close()
+    else:
+        session.attached = False  # as control sees it when its copier has died
+    daemon.settle()
+    assert not copier.jobs
+    daemon.check()
+    assert pool.pages == 10

@@ -31,6 +31,9 @@ FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
 JOB_PAGES = 2048
 """A job's size, roughly: a restore never waits behind more than a few of them."""
+GATHER_S = 0.004
+"""While there is more to decide, a job grows for so long: what a copier pays for each, whatever its
+size, is then a small part of it, even if small pages come more slowly than the link takes them."""
 SLICE_S = 0.001
 SLICE_STEPS = 8
 """Steps go on for so long, or are so many, before the loop looks at copiers and lifelines again.
@@ -49,6 +52,9 @@ class BackupDesk:
         # Pieces of which one rank's copies have retired, and whether they went well.
         self._retired: deque[tuple[Piece, bool]] = deque()
         self._turn = 0
+        # By session, what its copier is still to be told, and since when the first of them waits.
+        self._batches: dict[int, Batch] = {}
+        self._gathering_since = 0.0
 
     @property
     def heals(self) -> bool:
@@ -138,11 +144,11 @@ class BackupDesk:
             if not more or time.monotonic() >= until:
                 break
             look()
-        for group in self._state.groups.values():
-            batches, group.batches = group.batches, {}
-            for rank, batch in batches.items():
-                self._send_backup(group.sessions[rank], batch)
-        return more
+        if not more or now - self._gathering_since >= GATHER_S:
+            batches, self._batches = self._batches, {}
+            for batch in batches.values():
+                self._send_backup(batch)
+        return more or bool(self._retired)
 
     def step(self, now: float) -> bool:
         """Do one thing of bounded size. False: there is nothing that can be done right now."""
@@ -222,7 +228,7 @@ class BackupDesk:
         if placement.done:
             group.settle_ring(placing.ring_name)
             group.placing = None
-        self._add(group, placing.offers, piece)
+        self._add(group, placing.offers, piece, now)
         if placement.done:
             self._placed(group, placing, now)
         return True
@@ -256,14 +262,18 @@ class BackupDesk:
             group.give_up_placing()
         return True
 
-    def _add(self, group: Group, offers: dict[int, Offer], piece: Piece | None) -> None:
+    def _add(self, group: Group, offers: dict[int, Offer], piece: Piece | None, now: float) -> None:
         """Have every rank's copier make a piece's copies."""
         for rank, mine in offers.items():
             session = group.sessions[rank]
-            batch = group.batches.setdefault(rank, Batch(mine.fence))
-            if batch.pages >= JOB_PAGES or batch.fence != mine.fence:
-                self._send_backup(session, batch)
-                batch = group.batches[rank] = Batch(mine.fence)
+            batch = self._batches.get(session.number)
+            if batch is not None and (batch.pages >= JOB_PAGES or batch.fence != mine.fence):
+                self._send_backup(self._batches.pop(session.number))
+                batch = None
+            if batch is None:
+                if not self._batches:
+                    self._gathering_since = now
+                batch = self._batches[session.number] = Batch(session, mine.fence)
             batch.tickets[mine.ticket] = None
             batch.consumed = session.ring.consumed
             if piece is not None:
@@ -325,7 +335,12 @@ class BackupDesk:
         slot_bytes = sum(b.row_bytes for pool in group.pools for b in pool.buffers)
         return group.backups.pages_in_flight * slot_bytes > FLIGHT_BYTES
 
-    def _send_backup(self, session: Session, batch: Batch) -> None:
+    def _send_backup(self, batch: Batch) -> None:
+        session = batch.session
+        if session.number not in self._state.sessions or not session.attached:
+            # Its rank or its copier has gone meanwhile: nothing of it is on any wire.
+            self._retired.extend((piece, False) for piece in batch.pieces)
+            return
         parts = []
         for index, stripes in batch.parts.items():
             ring = [stripe.ring for stripe in stripes]

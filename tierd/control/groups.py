@@ -191,6 +191,7 @@ class Batch:
     `parts`: by the rank's pool index.
     """
 
+    session: Session
     fence: int
     parts: dict[int, list[Stripe]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
@@ -215,8 +216,6 @@ class Group:
     sequencer: Sequencer | None = None
     backups: Backups | None = None
     placing: Placing | None = None
-    batches: dict[int, Batch] = field(default_factory=dict)
-    """By rank, what is still to be told to its copier."""
     acks: list[tuple[int, bool]] = field(default_factory=list)
     catalogs: dict[str, Catalog] = field(default_factory=dict)
     heals: dict[int, Heal] = field(default_factory=dict)
