@@ -132,6 +132,7 @@ class TierClient:
         self._watched: ProcessHandle | None = None
         self._next_look = 0.0
         self._said_absent = False
+        self._said_refusal = ""
         self._closed = False
 
     # --- connection ---------------------------------------------------------------------------
@@ -152,7 +153,8 @@ class TierClient:
         Without a daemon the client works all the same, as if every lookup missed, and `flush`
         connects when one comes.
 
-        Returns: whether the rank is registered.
+        Returns: whether the rank is registered. Not with a daemon of another protocol version,
+            which is as good as none: in a rolling upgrade either end may come first.
         Raises: RefusedError: the daemon refuses this rank; the text says why and what to do.
         """
         deadline = time.monotonic() + timeout_s
@@ -163,8 +165,11 @@ class TierClient:
             if now >= deadline:
                 return False
             self._link.wait(min(0.05, deadline - now), now)
-            self._link.raise_refusal()
+            if not self._link.other_version:
+                self._link.raise_refusal()
             self._note_link()
+            if self._link.other_version:
+                return False
         return True
 
     def _register(self, now: float) -> bool:
@@ -199,7 +204,7 @@ class TierClient:
     def _note_link(self) -> None:
         """React to what the link has become."""
         if self.connected:
-            self._said_absent = False
+            self._said_absent, self._said_refusal = False, ""
             self._watch()
             self._outbox.ring.free_all()
             self._restore_ring.free_all()
@@ -207,8 +212,13 @@ class TierClient:
             if self._registered_epoch != self._epoch:
                 self._send_reset()  # `reset` was called while the daemon had yet to answer
             log.info("connected to the tierd daemon on %s", self._link.path)
-        elif self._link.refusal is not None:
-            log.error("the tierd daemon refuses this rank: %s", self._link.refusal)
+        elif self._link.refusal not in (None, self._said_refusal):
+            self._said_refusal = str(self._link.refusal)
+            log.error(
+                "the tierd daemon refuses this rank: %s. Serving without a host tier until it is "
+                "accepted",
+                self._link.refusal,
+            )
 
     def _poll_link(self, now: float) -> None:
         was_up = self.connected

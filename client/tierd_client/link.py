@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from tierd.channel import Channel, ChannelClosed, close_all
-from tierd.wire import codec, messages
+from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError, RefusedError
 from tierd.wire.presence import PresenceTable
 
@@ -28,6 +28,8 @@ log = logging.getLogger("tierd_client")
 
 REGISTER_TIMEOUT_S = 30.0
 """A daemon that pins memory answers late; one that never answers is given up."""
+PATIENT_TRIES = 10
+"""A daemon of another version is asked again after so many pauses."""
 QUEUED_MESSAGES = 1000
 _POLLIN = int(zmq.POLLIN)
 """The flag itself costs more to compare with than all else of a look."""
@@ -85,6 +87,8 @@ class Link:
         """Counts the registrations that were accepted."""
         self.refusal: str | None = None
         """Why the daemon refused the last registration, if it did."""
+        self.other_version = False
+        """It did because it speaks another version of the protocol."""
         self._retry_s = retry_s
         self._next_try = 0.0
         self._give_up_at = 0.0
@@ -128,7 +132,7 @@ class Link:
             self.drop()
             return False
         self.state = LinkState.REGISTERING
-        self.refusal = None
+        self.refusal, self.other_version = None, False
         self._give_up_at = now + REGISTER_TIMEOUT_S
         return True
 
@@ -175,7 +179,10 @@ class Link:
         elif isinstance(message, messages.Refused):
             close_all(fds)
             self.refusal = message.reason
+            self.other_version = message.protocol != limits.PROTOCOL_VERSION
             self.drop()
+            if self.other_version:  # that takes an upgrade: no need to fill its log
+                self._next_try = time.monotonic() + PATIENT_TRIES * self._retry_s
         else:
             close_all(fds)
             raise ProtocolError(f"unexpected {type(message).__name__} with {len(fds)} descriptors")

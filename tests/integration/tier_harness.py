@@ -28,6 +28,13 @@ from tierd.wire import codec, limits, messages
 from tierd.wire.geometry import namespace_digest
 
 DEADLINE_S = 30.0
+OTHER_VERSION = """
+from tierd.wire import limits
+limits.PROTOCOL_VERSION = {}
+from tierd.cli.main import main
+main()
+"""
+"""The command of a release that speaks another version of the protocol."""
 
 
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -63,6 +70,7 @@ class Daemon:
         pin_ahead: str | None = None,
         hugepages: str = "off",
         memory_check: bool = False,
+        protocol: int = limits.PROTOCOL_VERSION,
     ) -> None:
         self.socket = directory / "tierd.sock"
         self._log = directory / "daemon.log"
@@ -73,6 +81,9 @@ class Daemon:
         self._options += ["--verify", verify]
         self._options += ["--persist", str(persist)] if persist else []
         self._options += ["--pin-ahead", pin_ahead] if pin_ahead else []
+        self._program = ["-m", "tierd"]
+        if protocol != limits.PROTOCOL_VERSION:
+            self._program = ["-c", OTHER_VERSION.format(protocol)]
         self._admin: Channel[messages.ToLifeline] | None = None
         self._family: list[psutil.Process] = []
         self.process: subprocess.Popen[str] | None = None
@@ -82,7 +93,7 @@ class Daemon:
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tierd", "serve", "--socket", str(self.socket)),
+                    *(sys.executable, *self._program, "serve", "--socket", str(self.socket)),
                     *self._options,
                 ],
                 stdout=subprocess.PIPE,
