@@ -30,6 +30,8 @@ class GroupRank:
         self.pages = pages
         self._salt = 0 if replicated else rank
         self._device = torch.device("cuda", rank) if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
         self._layers = [
             torch.zeros(2, 2 * pages * TOKENS, ROW_BYTES, dtype=torch.uint8, device=self._device)
             for _ in range(LAYERS)

@@ -14,6 +14,7 @@ from tierd_client.bench.models import DEEPSEEK_V3, GPT_OSS_20B, QWEN3_8B, QWEN3_
 
 from tierd.bench import copy as report
 from tierd.bench import interference
+from tierd.bench.interference_plan import FULL, QUICK, Windows, expected_s, traffics
 from tierd.cli.gpus import visible_gpus
 
 LINK = {"to_host": 50.0, "to_device": 40.0, "both": 80.0}
@@ -147,3 +148,27 @@ def test_without_a_gpu_it_says_so(command: str) -> None:
     done = tierd("bench", command)
     assert (done.returncode, done.stdout) == (2, "")
     assert "CUDA sees none here" in done.stderr
+
+
+def test_what_interference_takes_is_known_before_and_quick_is_quick() -> None:
+    assert expected_s(traffics(True), QUICK) < 50
+    assert expected_s(traffics(False), FULL) < 300
+    # Windows are what it consists of: twice as many of them take nearly twice as long.
+    twice = expected_s(traffics(False), Windows(FULL.seconds, 2 * FULL.count))
+    assert 1.5 < twice / expected_s(traffics(False), FULL) < 2
+
+
+def test_a_run_that_is_cut_off_still_prints_what_it_has_measured() -> None:
+    command = [sys.executable, "-m", "tierd", "bench", "control", "--ranks", "1", "--json"]
+    process = subprocess.Popen(
+        [*command, "--seconds", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    while not (line := process.stderr.readline()).startswith("{"):
+        assert line, "it ended before its first row"
+    first = json.loads(line)
+    process.terminate()
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + 15
+    assert json.loads(printed)[0] == first

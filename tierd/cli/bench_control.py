@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +16,7 @@ from tierd.bench import control as bench
 from tierd.cli.demo_processes import running_daemon
 from tierd.cli.options import JsonOption
 from tierd.cli.status import fetch
-from tierd.cli.tables import print_whole, progress_bar
+from tierd.cli.tables import finished_rows, note_row, print_whole, progress_bar
 
 EPILOG = """
 A real daemon on the host backend, without a GPU: pages of one token and 1 KiB, so that the
@@ -49,9 +47,12 @@ def control(
 ) -> None:
     """Measure how many pages control takes in, what it costs, and what a lookup waits."""
     loads = [load for load in bench.LOADS if ranks in (0, load.world_size)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: list[bench.Result] = []
-    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as name, progress_bar() as progress:
+    with (
+        finished_rows(lambda: _print(found, seconds, as_json)),
+        tempfile.TemporaryDirectory(prefix="tierd-bench-") as name,
+        progress_bar() as progress,
+    ):
         socket = Path(name) / "tierd.sock"
         task = progress.add_task("", total=len(loads))
         for world_size, group in itertools.groupby(loads, lambda load: load.world_size):
@@ -62,6 +63,11 @@ def control(
                     progress.update(task, description=f"{load.name}, {world_size} ranks")
                     found.append(bench.measure(socket, lambda: fetch(socket), load, seconds))
                     progress.advance(task)
+                    if as_json:
+                        note_row(dataclasses.asdict(found[-1]))
+
+
+def _print(found: list[bench.Result], seconds: float, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(result) for result in found], indent=2))
         return

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,10 +15,11 @@ from rich.progress import Progress
 
 from tierd.bench import copy as copy_report
 from tierd.bench import interference as interference_report
-from tierd.cli.demo_processes import Line, running_daemon, running_group
+from tierd.bench import interference_plan
+from tierd.cli.demo_processes import RANKS_TIMEOUT_S, Line, running_daemon, running_group
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
-from tierd.cli.tables import print_whole, progress_bar
+from tierd.cli.tables import finished_rows, note_row, print_whole, progress_bar
 from tierd.wire.errors import ConfigError
 
 COPY_EPILOG = """
@@ -51,9 +51,13 @@ Needs about 85 GiB of free GPU memory. Run it without MPS to see what time slice
 
 Examples:
 
-- `tierd bench interference`: 1.5 GB/s, 10 GB/s and flat out, in about three minutes
+- `tierd bench interference`: 1.5 GB/s, 10 GB/s and flat out, in about four minutes
+- `tierd bench interference --quick`: two kinds of pages at two rates, well within a minute
 - `tierd bench interference --quick --json | jq '.rows[] | [.backup_gbps, .slowdown]'`
 """
+
+LATE = 3
+"""Times what it was expected to take: then it is given up."""
 
 Device = Annotated[str, typer.Option(metavar="N", help="The GPU's number, as CUDA counts.")]
 
@@ -82,11 +86,19 @@ def copy(
     """Measure how fast pages are copied, against one contiguous copy of the same run."""
     options = ["--rounds", str(rounds), *(["--quick"] if quick else [])]
     options += ["--tokens", str(tokens)] if tokens else []
-    result = _measured("copy", device, "3GiB" if device == "host" else "40GiB", options)
+    result: dict[str, Any] = {"link": None, "rates": [], "layers": [], "left_out": []}
+    with finished_rows(lambda: _print_copy(result, as_json)):
+        memory = "3GiB" if device == "host" else "40GiB"
+        _measure("copy", device, memory, options, RANKS_TIMEOUT_S, result, as_json)
+
+
+def _print_copy(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, indent=2))
         return
     link = result["link"]
+    if link is None:
+        return
     print(copy_report.link_line(link, result["machine"]), *result["left_out"], "", sep="\n")
     print_whole(copy_report.rate_table(result["rates"], link))
     print()
@@ -107,23 +119,42 @@ def interference(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what copies cost a decode-like loop on the same GPU."""
-    options = ["--seconds", str(seconds), "--windows", str(windows)]
+    usual = interference_plan.QUICK if quick else interference_plan.FULL
+    plan = interference_plan.Windows(seconds or usual.seconds, windows or usual.count)
+    expected_s = interference_plan.expected_s(interference_plan.traffics(quick), plan)
+    print(f"takes about {expected_s:.0f} s", file=sys.stderr)
+    options = ["--seconds", str(plan.seconds), "--windows", str(plan.count)]
     options += ["--quick"] if quick else []
-    result = _measured("interference", device, "16GiB", options)
+    result: dict[str, Any] = {"rows": []}
+    with finished_rows(lambda: _print_interference(result, as_json)):
+        _measure("interference", device, "16GiB", options, LATE * expected_s, result, as_json)
+
+
+def _print_interference(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, indent=2))
-        return
-    print(interference_report.loop_line(result["rows"], result["machine"]), "", sep="\n")
-    print_whole(interference_report.as_table(result["rows"]))
+    elif result["rows"]:
+        print(interference_report.loop_line(result["rows"], result["machine"]), "", sep="\n")
+        print_whole(interference_report.as_table(result["rows"]))
 
 
-def _measured(
-    what: Literal["copy", "interference"], device: str, memory: str, options: Sequence[str]
-) -> Mapping[str, Any]:
+def _measure(
+    what: Literal["copy", "interference"],
+    device: str,
+    memory: str,
+    options: Sequence[str],
+    timeout_s: float,
+    result: dict[str, Any],
+    as_json: bool,
+) -> None:
     """Run a measurement of `tierd_client.bench` beside a daemon of its own.
+
+    Args: `result`: gets what it says, as soon as it does. A list in it gets what comes one by one;
+        `complete` is whether it came to its end.
 
     Raises: ConfigError: no torch here, or no such GPU.
     """
+    result["complete"] = False
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("this needs torch: `pip install 'tierd[client,cuda]'`")
     serve = ["--memory", memory, "--no-memory-check", "--log-level", "warning"]
@@ -131,18 +162,17 @@ def _measured(
         serve += ["--devices", "host"]
     else:
         serve += ["--devices", _gpu(device)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="tierd-bench-") as name, progress_bar() as progress:
         directory = Path(name)
         socket = directory / "tierd.sock"
         command = [sys.executable, "-m", f"tierd_client.bench.{what}", "--socket", str(socket)]
         command += ["--device", "cpu" if device == "host" else f"cuda:{device}", *options]
-        show = _shown(progress)
+        take = _taker(progress, result, as_json)
         with (
             running_daemon(socket, serve, directory / "daemon.log"),
-            running_group([command], [directory / f"{what}.log"], show) as (result,),
+            running_group([command], [directory / f"{what}.log"], take, timeout_s),
         ):
-            return result
+            result["complete"] = True
 
 
 def _gpu(number: str) -> str:
@@ -155,10 +185,20 @@ def _gpu(number: str) -> str:
     return gpus[int(number)]
 
 
-def _shown(progress: Progress) -> Any:
+def _taker(progress: Progress, result: dict[str, Any], as_json: bool) -> Callable[[Line], None]:
+    """Shows how far it is, and puts what has been measured where it belongs."""
     task = progress.add_task("starting", total=1.0)
 
-    def show(line: Line) -> None:
-        progress.update(task, completed=line["done"], description=line["text"])
+    def take(line: Line) -> None:
+        if "text" in line:
+            progress.update(task, completed=line["done"], description=line["text"])
+            return
+        for name, value in line.items():
+            if isinstance(result.get(name), list):
+                result[name].append(value)
+                if as_json:
+                    note_row({name: value})
+            else:
+                result[name] = value
 
-    return show
+    return take

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +15,7 @@ from tierd.bench import startup as bench
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
 from tierd.cli.status import fetch
-from tierd.cli.tables import print_whole, progress_bar
+from tierd.cli.tables import finished_rows, note_row, print_whole, progress_bar
 from tierd.config import MAX_PIN_THREADS, resolve_devices
 from tierd.memory.hugepages import CHOICES, GIB_1, MIB_2, reserved_pages
 from tierd.memory.limits import parse_size
@@ -80,9 +78,9 @@ def startup(
     kinds = _kinds(hugepages, nbytes)
     flags = ["--devices", f"host:{len(names)}" if on_host else ",".join(names)]
     flags += [] if memory_check else ["--no-memory-check"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: list[bench.Start] = []
     with (
+        finished_rows(lambda: _print(found, len(names), on_host, as_json)),
         tempfile.TemporaryDirectory(prefix="tierd-bench-") as name,
         progress_bar() as progress,
     ):
@@ -103,11 +101,16 @@ def startup(
                     )
                 )
                 progress.advance(task)
+                if as_json:
+                    note_row(dataclasses.asdict(found[-1]))
+
+
+def _print(found: list[bench.Start], devices: int, on_host: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(start) for start in found], indent=2))
         return
     what = "host backend" if on_host else "GPU"
-    print(f"{os.cpu_count()} cores; devices: {len(names)} ({what})")
+    print(f"{os.cpu_count()} cores; devices: {devices} ({what})")
     print_whole(bench.as_table(found))
 
 

@@ -1,7 +1,8 @@
 """How fast a real daemon copies scattered pages, as a fraction of one contiguous copy of this run,
 and how soon a restore's layers can be used.
 
-Started by `tierd bench copy`. Prints JSON lines: progress, then `result`.
+Started by `tierd bench copy`. Prints JSON lines: progress, `machine`, `link`, each row of `rates`
+and `layers` as soon as it is finished, what is `left_out`, then `result`.
 """
 
 from __future__ import annotations
@@ -271,27 +272,29 @@ def run(
     tokens: int | None,
     quick: bool,
     rounds: int,
-    progress: Callable[[float, str], None],
-) -> dict[str, Any]:
-    """Measure everything. Returns: `machine`, `link` (the contiguous copies), `rates`, `layers`,
-    and `left_out` (what did not fit, in words)."""
+    say: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure everything. Says `done` and `text` as it goes, `machine`, `link` (the contiguous
+    copies), and at once each row of `rates` and `layers`, and of `left_out` what does not fit."""
+
+    def progress(done: float, text: str) -> None:
+        say({"done": done, "text": text})
+
     scale = GPU if device.type == "cuda" else HOST
     if tokens is not None:
         scale = Scale(tokens - tokens % 64, scale.states, scale.batch_bytes, scale.restores)
     todo = cases(scale, quick)
     total = 2 * (len(todo) + len(scale.restores))
     done = count()
+    say({"machine": machine(device)})
     progress(0.0, "one contiguous copy")
-    link = measure(device)
-    rate_rows: list[RateRow] = []
-    layer_rows: list[LayerRow] = []
-    left_out: list[str] = []
+    say({"link": asdict(measure(device))})
     for name, mine in _grouped(todo, lambda case: case.model.name):
         for placement in PLACEMENTS:
             try:
                 memory = DeviceMemory(mine[0].model, placement, scale.tokens, scale.states, device)
             except torch.OutOfMemoryError:
-                left_out.append(f"{name}, {placement}: {scale.tokens:,} tokens do not fit")
+                say({"left_out": f"{name}, {placement}: {scale.tokens:,} tokens do not fit"})
                 continue
             for size, cases_of_size in _grouped(mine, lambda case: case.page_tokens):
                 text = f"{name}, pages of {size}, {placement}"
@@ -300,25 +303,17 @@ def run(
                     if mine[0].model is QWEN3_8B and size == 64:
                         for restored in scale.restores:
                             progress(next(done) / total, f"{text}, layers of {restored:,} tokens")
-                            layer_rows.append(
-                                layers(rank, QWEN3_8B, placement, restored, rounds + 1)
-                            )
+                            row = layers(rank, QWEN3_8B, placement, restored, rounds + 1)
+                            say({"layers": asdict(row)})
                     for case in cases_of_size:
                         progress(next(done) / total, f"{text}, {case.prompts * case.pages} of them")
                         try:
-                            rate_rows.append(rates(rank, case, placement, rounds))
+                            say({"rates": asdict(rates(rank, case, placement, rounds))})
                         except BenchFailedError as error:
-                            left_out.append(f"{text}, runs of {case.run}: {error}")
+                            say({"left_out": f"{text}, runs of {case.run}: {error}"})
             del memory
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return {
-        "machine": machine(device),
-        "link": asdict(link),
-        "rates": [asdict(row) for row in rate_rows],
-        "layers": [asdict(row) for row in layer_rows],
-        "left_out": left_out,
-    }
 
 
 def _grouped(todo: Sequence[Case], key: Callable[[Case], Any]) -> list[tuple[Any, list[Case]]]:
@@ -335,22 +330,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
 
-    def progress(done: float, text: str) -> None:
-        print(json.dumps({"done": done, "text": text}), flush=True)
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
 
     device = torch.device(arguments.device)
     # Not the default stream, which waits for others and has them wait: an engine has its own.
     own = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     with own:
-        result = run(
-            arguments.socket,
-            device,
-            arguments.tokens,
-            arguments.quick,
-            arguments.rounds,
-            progress,
-        )
-    print(json.dumps({"result": result}), flush=True)
+        run(arguments.socket, device, arguments.tokens, arguments.quick, arguments.rounds, say)
+    say({"result": {}})
 
 
 if __name__ == "__main__":

@@ -20,9 +20,17 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from tierd.bench.interference_plan import (
+    FULL,
+    RUN_UP_S,
+    WARM_UP_S,
+    Traffic,
+    Windows,
+    traffics,
+)
 from tierd_client.bench.decode import DecodeLoop
 from tierd_client.bench.machine import machine
-from tierd_client.bench.models import QWEN3_8B, DeviceMemory, Placement
+from tierd_client.bench.models import QWEN3_8B, DeviceMemory
 from tierd_client.bench.rank import PATIENCE_S, BenchFailedError, BenchRank, Chain
 from tierd_client.restore import Restore
 
@@ -31,29 +39,9 @@ STREAM_BYTES = 96 << 20
 """What one prompt of the traffic holds: small enough for 1.5 GB/s to be a flow."""
 RESTORABLE = 8
 """Prompts that the tier holds for the restores, over and over."""
-WARM_UP_S = 0.2
 FLAT_OUT_BACKUPS = 16
 FLAT_OUT_RESTORES = 6
 """Prompts under way at once where there is no rate to keep."""
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Which pages flow. `run`: pages that lie side by side on the device."""
-
-    placement: Placement
-    page_tokens: int
-    run: int
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What flows beside the loop. `gbps`: a direction; None: all that goes."""
-
-    pages: Pages
-    backups: bool
-    restores: bool
-    gbps: float | None
 
 
 @dataclass(frozen=True)
@@ -77,21 +65,6 @@ class Row:
     slowdowns: list[float]
     control_cores: float
     copier_cores: float
-
-
-def traffics(quick: bool) -> dict[Pages, list[Traffic]]:
-    """By kind of page, what is to flow of it."""
-    whole = Pages("arena", 64, 1)
-    kinds = [whole, Pages("arena", 1, 64), Pages("arena", 1, 1)]
-    kinds += [Pages("stock", 64, 1), Pages("stock", 1, 1)]
-    rates: list[float | None] = [1.5, 10.0, None]
-    if quick:
-        kinds, rates = kinds[:2], rates[:2]
-    found = {}
-    for kind in kinds:
-        ways = [(True, False), (False, True)] + [(True, True)] * (kind == whole)
-        found[kind] = [Traffic(kind, *way, rate) for way in ways for rate in rates]
-    return found
 
 
 class Flow:
@@ -154,11 +127,13 @@ class Flow:
         return begun * self._prompt_bytes < elapsed * self._traffic.gbps * 1e9
 
 
-def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> float:
-    """Run the loop for about so long, and a while before: a GPU that was idle needs it to get to
-    its clock. Returns its mean step in seconds, on the GPU's clock."""
+def steps(
+    loop: DecodeLoop, seconds: float, between: Callable[[], None], before_s: float = RUN_UP_S
+) -> float:
+    """Run the loop for about so long, and `before_s` before. Returns its mean step in seconds, on
+    the GPU's clock."""
     begun = time.perf_counter()
-    while time.perf_counter() - begun < WARM_UP_S:
+    while time.perf_counter() - begun < before_s:
         between()
         loop.step()
     first = loop.mark()
@@ -173,9 +148,8 @@ def steps(loop: DecodeLoop, seconds: float, between: Callable[[], None]) -> floa
     return float(first.elapsed_time(last)) / 1e3 / ran
 
 
-def measure(
-    loop: DecodeLoop, rank: BenchRank, traffic: Traffic, seconds: float, windows: int
-) -> Row:
+def measure(loop: DecodeLoop, rank: BenchRank, traffic: Traffic, windows: Windows) -> Row:
+    seconds = windows.seconds
     pages = prompt_pages(rank, traffic.pages.run)
     rank.clear()
     stored = rank.chains(RESTORABLE, pages, traffic.pages.run)
@@ -183,9 +157,9 @@ def measure(
     rank.await_acks(len(stored))
     daemon = psutil.Process(rank.status()["pid"])
     copier = psutil.Process(rank.status()["copiers"][0]["pid"])
-    quiet = [steps(loop, seconds, lambda: None)]
+    quiet = [steps(loop, seconds, lambda: None, WARM_UP_S + RUN_UP_S)]
     loaded, cores, moved, lasted = [], [0.0, 0.0], [0, 0], 0.0
-    for _ in range(windows):
+    for _ in range(windows.count):
         before = rank.totals()
         cpu = [sum(process.cpu_times()[:2]) for process in (daemon, copier)]
         start = time.perf_counter()
@@ -226,18 +200,16 @@ def run(
     socket: str,
     device: torch.device,
     quick: bool,
-    seconds: float,
-    windows: int,
-    progress: Callable[[float, str], None],
-) -> dict[str, Any]:
-    """Measure everything. Returns: `machine`, `rows`."""
-    progress(0.0, "capturing the loop")
+    windows: Windows,
+    say: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure everything. Says `done` and `text` as it goes, `machine`, and each `row` at once."""
+    say({"machine": machine(device)})
+    say({"done": 0.0, "text": "capturing the loop"})
     loop = DecodeLoop(device)
-    steps(loop, 1.0, lambda: None)
     todo = traffics(quick)
     total = sum(map(len, todo.values()))
     done = count()
-    rows: list[Row] = []
     for placement in dict.fromkeys(kind.placement for kind in todo):
         memory = DeviceMemory(QWEN3_8B, placement, TOKENS, 0, device)
         for kind in (kind for kind in todo if kind.placement == placement):
@@ -245,23 +217,15 @@ def run(
                 rank.await_pinned()
                 rank.settle(2 * RESTORABLE, prompt_pages(rank, kind.run))
                 for traffic in todo[kind]:
-                    progress(next(done) / total, describe(traffic))
-                    rows.append(measure(loop, rank, traffic, seconds, windows))
+                    say({"done": next(done) / total, "text": str(traffic)})
+                    say({"rows": asdict(measure(loop, rank, traffic, windows))})
         del memory
         torch.cuda.empty_cache()
-    return {"machine": machine(device), "rows": [asdict(row) for row in rows]}
 
 
 def prompt_pages(rank: BenchRank, run: int) -> int:
     """Pages of one prompt of the traffic, in whole runs."""
     return max(1, STREAM_BYTES // sum(rank.page_bytes.values()) // run) * run
-
-
-def describe(traffic: Traffic) -> str:
-    ways = [name for name in ("backups", "restores") if getattr(traffic, name)]
-    rate = "flat out" if traffic.gbps is None else f"{traffic.gbps:g} GB/s"
-    pages = f"{traffic.pages.placement}, pages of {traffic.pages.page_tokens}"
-    return f"{pages}, {' and '.join(ways)}, {rate}"
 
 
 def main() -> None:
@@ -271,22 +235,21 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", required=True, help="in torch's words")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seconds", type=float, default=0.7, help="of a window")
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=FULL.seconds, help="of a window")
+    parser.add_argument("--windows", type=int, default=FULL.count)
     arguments = parser.parse_args()
 
-    def progress(done: float, text: str) -> None:
-        print(json.dumps({"done": done, "text": text}), flush=True)
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
 
-    result = run(
+    run(
         arguments.socket,
         torch.device(arguments.device),
         arguments.quick,
-        arguments.seconds,
-        arguments.windows,
-        progress,
+        Windows(arguments.seconds, arguments.windows),
+        say,
     )
-    print(json.dumps({"result": result}), flush=True)
+    say({"result": {}})
 
 
 if __name__ == "__main__":
