@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from tierd_client.device import open_device
 from tierd_client.leases import ChainId, Leases, request_name
 from tierd_client.link import Link, LinkState, ProcessHandle
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
-from tierd_client.packing import Parts, Pools, grouped, key_blob
+from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
 from tierd_client.pools import (
     DevicePool,
     PageKeys,
@@ -336,28 +335,27 @@ class TierClient:
         room = min(ring.room(), MAX_FLUSH_PAGES) if self._outbox.has_ticket(self._ticket) else -1
         shed, nodes = batch.split(room)
         layout = self._pools.lay_out(nodes.parts, ring.head)
-        items = [
-            messages.BackupItem(seq, False, parts, parent or b"", parent is not None)
-            for seq, parts, parent in zip(
-                nodes.seqs, grouped(layout.parts, nodes.counts), nodes.parents, strict=True
-            )
-        ]
-        if shed:
-            items += [messages.BackupItem(seq, True, []) for seq in shed]
-            items.sort(key=attrgetter("seq"))
+        keys, first = shared_keys(nodes.parts, nodes.counts)
         if layout.slots:
             self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
         if nodes.seqs:  # tombstones alone must use up no ready words
             self._device.mark_ready(self._new_ticket())
+        rows = nodes.with_tombstones(shed)
         message = messages.Flush(
             epoch=self._epoch,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
-            items=items,
-            keys=key_blob(nodes.parts),
+            seqs=rows.seqs,
+            parts=rows.counts,
+            parents=rows.parents,
+            pools=rows.parts.pools,
+            pages=rows.parts.pages,
+            ring=layout.ring,
+            first=first,
+            keys=keys,
         )
         if self._link.send(message):
-            self._outbox.sent(self._ticket, items[-1].seq, layout.end, now)
+            self._outbox.sent(self._ticket, rows.seqs[-1], layout.end, now)
         else:
             self._outbox.not_sent(batch)
 
@@ -387,7 +385,7 @@ class TierClient:
             seq=seq,
             ticket=self._ticket,
             fence=int(self._segment.fence[0]),
-            parts=layout.parts if count else [],
+            parts=named_parts(given, layout) if count else [],
             keys=key_blob(given),
         )
         if self._link.send(message) and count:
@@ -545,7 +543,7 @@ class TierClient:
             # Also of restores that no copier was told of, whose ring it has not given back.
             ring.free_all()
         layout = self._pools.lay_out(given, ring.head)
-        named = grouped(layout.parts, [len(pages) for pages in loads.values()])
+        named = grouped(named_parts(given, layout), [len(pages) for pages in loads.values()])
         items = list(map(messages.RestoreItem, map(request_name, loads), named))
         count = layout.end - ring.head
         copier = self._link.copier

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import floordiv
+from operator import floordiv, mod
 from typing import Literal, Protocol
 
 import numpy as np
@@ -146,10 +146,10 @@ def page_numbers(
 
     Raises: ValueError: more page numbers than the ring holds, or a page that is not whole.
     """
-    lengths = [t.shape[0] for t in slots]
-    for length, tokens in zip(lengths, page_tokens, strict=True):
-        if length % tokens:
-            raise ValueError(f"{length} slots are not whole pages of {tokens} tokens")
+    lengths = list(map(torch.Tensor.numel, slots))
+    if any(map(mod, lengths, page_tokens)):
+        misfits = [(n, t) for n, t in zip(lengths, page_tokens, strict=True) if n % t]
+        raise ValueError("{} slots are not whole pages of {} tokens".format(*misfits[0]))
     pages = sum(map(floordiv, lengths, page_tokens))
     if pages > ring_size:
         raise ValueError(f"{pages} page numbers; the ring holds {ring_size}")

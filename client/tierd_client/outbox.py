@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import compress, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from tierd.wire import limits
@@ -40,7 +41,7 @@ class Nodes(NamedTuple):
 
     Attributes:
         seqs: Their sequence numbers.
-        counts: How many of the parts are its: the next ones.
+        counts: How many of the parts are its: the next ones. None: a tombstone.
         parents: The key of the page before its first one: b"" if there is none, None if unknown.
         parts: Those of all nodes, one after the other.
     """
@@ -54,6 +55,15 @@ class Nodes(NamedTuple):
         """Pages of each node."""
         rest = iter(self.parts.pages)
         return [sum(islice(rest, count)) for count in self.counts]
+
+    def with_tombstones(self, shed: Sequence[int]) -> Nodes:
+        """These and others that have no parts, in the order of their numbers."""
+        if not shed:
+            return self
+        own = zip(self.seqs, self.counts, self.parents, strict=True)
+        rows = sorted([*own, *((seq, 0, None) for seq in shed)], key=itemgetter(0))
+        seqs, counts, parents = zip(*rows, strict=True)
+        return Nodes(list(seqs), list(counts), list(parents), self.parts)
 
     def select(self, wanted: Sequence[bool]) -> Nodes:
         """Some of them."""

@@ -7,7 +7,8 @@ schedules it: what is done for all of them in one call costs a fraction of a cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, compress, islice
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -34,15 +35,15 @@ class Parts(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Parts as a message names them, and what goes into the ring for them.
+    """Where parts lie in a ring, and what goes into it for them.
 
     Attributes:
-        parts: In the order of the `Parts`.
+        ring: By part, the position of its first page number.
         slots, page_tokens: Token slots in the order of the ring, and the size of their pages.
         end: The ring position after the last page number.
     """
 
-    parts: list[messages.Part]
+    ring: list[int]
     slots: list[torch.Tensor]
     page_tokens: list[int]
     end: int
@@ -74,12 +75,16 @@ class Pools:
         Raises: ValueError: keys and slots that do not fit together, or no such pool.
         """
         pools = self.indices(names)
-        pages = [len(k) // KEY_BYTES if isinstance(k, bytes) else len(k) for k in keys]
-        sizes = self._page_tokens
-        fit = [n * sizes[pool] for n, pool in zip(pages, pools, strict=True)]
-        if fit != [s.shape[0] for s in slots] or any(
-            isinstance(k, bytes) and len(k) % KEY_BYTES for k in keys
-        ):
+        pages = list(map(len, keys))
+        whole = True
+        if bytes in set(map(type, keys)):
+            blobs = [isinstance(k, bytes) for k in keys]
+            whole = not any(n % KEY_BYTES for n in compress(pages, blobs))
+            pages = [n // KEY_BYTES if b else n for n, b in zip(pages, blobs, strict=True)]
+        sizes = map(self._page_tokens.__getitem__, pools)
+        fit = list(map(mul, pages, sizes))
+        # Their number of elements costs a third of what their shape does.
+        if not whole or fit != list(map(torch.Tensor.numel, slots)):
             self._refuse(pools, keys, slots, fit)
         return Parts(pools, keys, slots, pages)
 
@@ -101,17 +106,15 @@ class Pools:
         """
         pools, _, slots, pages = parts
         if self._one_size:
-            ends = list(accumulate(pages, initial=start))
-            named = list(map(messages.Part, pools, pages, ends))
-            return Layout(named, slots, [self._one_size] * len(slots), ends[-1])
+            *ring, end = accumulate(pages, initial=start)
+            return Layout(ring, slots, [self._one_size] * len(slots), end)
         sizes = [self._page_tokens[pool] for pool in pools]
         order = sorted(range(len(sizes)), key=sizes.__getitem__)
-        ends = list(accumulate([pages[i] for i in order], initial=start))
-        at = [0] * len(order)
-        for place, i in enumerate(order):
-            at[i] = ends[place]
-        named = list(map(messages.Part, pools, pages, at))
-        return Layout(named, [slots[i] for i in order], [sizes[i] for i in order], ends[-1])
+        ring, end = [0] * len(order), start
+        for i in order:
+            ring[i] = end
+            end += pages[i]
+        return Layout(ring, [slots[i] for i in order], [sizes[i] for i in order], end)
 
     def _refuse(
         self,
@@ -124,9 +127,9 @@ class Pools:
             what = f"pool {self._names[pool]!r}"
             if isinstance(key, bytes) and len(key) % KEY_BYTES:
                 raise ValueError(f"{what}: {len(key)} bytes of keys; a key has {KEY_BYTES}")
-            if slot.shape[0] != wanted:
+            if slot.numel() != wanted:
                 raise ValueError(
-                    f"{what}: {slot.shape[0]} slots for pages that have {wanted}; a page has "
+                    f"{what}: {slot.numel()} slots for pages that have {wanted}; a page has "
                     f"{self._page_tokens[pool]}"
                 )
 
@@ -136,7 +139,45 @@ def key_blob(parts: Parts) -> bytes:
     return join_keys(parts.keys)
 
 
+def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes, list[int]]:
+    """The keys of a step's nodes, of which node i has the next `counts[i]` parts.
+
+    A part whose keys are the last ones of its node's first part, as those of a window are, shares
+    them: they are converted and sent once.
+
+    Returns: the keys, and by part, which of them is its first; the others follow.
+    """
+    _, keys, _, pages = parts
+    if len(keys) == len(counts) and max(counts, default=0) <= 1:
+        *first, _ = accumulate(pages, initial=0)
+        return join_keys(keys), first
+    runs: list[PageKeys] = []
+    first, end, node = [], 0, 0
+    for count in counts:
+        for part in range(node, node + count):
+            if part > node and _ends_with(keys[node], keys[part]):
+                first.append(first[node] + pages[node] - pages[part])
+            else:
+                runs.append(keys[part])
+                first.append(end)
+                end += pages[part]
+        node += count
+    return join_keys(runs), first
+
+
+def _ends_with(keys: PageKeys, last: PageKeys) -> bool:
+    """False also where they are not of one kind."""
+    if isinstance(keys, bytes):
+        return isinstance(last, bytes) and keys.endswith(last)
+    return keys == last or keys[max(0, len(keys) - len(last)) :] == last
+
+
+def named_parts(parts: Parts, layout: Layout) -> list[messages.Part]:
+    """Parts as a restore names them."""
+    return list(map(messages.Part, parts.pools, parts.pages, layout.ring))
+
+
 def grouped(parts: list[messages.Part], counts: Sequence[int]) -> list[list[messages.Part]]:
-    """The parts of each node or request, of which the next one has `counts[i]`."""
+    """The parts of each request, of which the next one has `counts[i]`."""
     rest = iter(parts)
     return [list(islice(rest, count)) for count in counts]

@@ -19,6 +19,10 @@ PageKeys: TypeAlias = bytes | Sequence[str]
 hexadecimal digits, which become bytes only if they are sent, and then all of a step at once."""
 
 
+LONG_RUN = 32
+"""Keys of a run on average, from which on runs are converted one by one."""
+
+
 @dataclass(frozen=True)
 class DeviceBuffer:
     """One layer's K, V, scale or state.
@@ -97,10 +101,13 @@ def join_keys(runs: Iterable[PageKeys]) -> bytes:
     Raises: ValueError: digits that are not hexadecimal.
     """
     runs = list(runs)
-    if any(isinstance(run, bytes) for run in runs):
+    if bytes in set(map(type, runs)):
         return b"".join(run if isinstance(run, bytes) else unhexlify("".join(run)) for run in runs)
-    # One conversion for all: their number is what costs, more than their length.
-    return unhexlify("".join(chain.from_iterable(runs)))  # type: ignore[arg-type]
+    if sum(map(len, runs)) < LONG_RUN * len(runs):
+        # One conversion for all: of short runs, their number is what costs.
+        return unhexlify("".join(chain.from_iterable(runs)))  # type: ignore[arg-type]
+    # Strings that lie all over memory are read twice: a run of them at a time is in the cache then.
+    return b"".join([unhexlify("".join(run)) for run in runs])  # type: ignore[arg-type]
 
 
 def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:

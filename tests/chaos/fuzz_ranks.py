@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from flushes import Row, columns
 from mutation import Mutator
 from one_process import OneProcess, memfd
 from tierd_client.segment import create_segment
@@ -22,7 +23,7 @@ from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import SegmentSpec
-from tierd.wire.messages import Allocation, BackupItem, BufferSpec, Part, PoolSpec, RestoreItem
+from tierd.wire.messages import Allocation, BufferSpec, Part, PoolSpec, RestoreItem
 
 SPEC = SegmentSpec(backup_ring=256, restore_ring=256, max_layers=4)
 PAGES, ROW, GAP, WINDOW = 32, 64 << 10, 512, 4
@@ -196,7 +197,7 @@ class Sayings:
 
     def flush(self, rank: FuzzRank) -> messages.Message:
         rng = self._rng
-        items, keys = [], b""
+        rows, keys = [], b""
         at = 0
         for _ in range(rng.choice((1, 1, 3))):
             chain, first, count = rng.randrange(CHAINS), rng.choice((0, 0, 2, 8)), rng.randint(1, 6)
@@ -206,11 +207,11 @@ class Sayings:
                 parts = parts[:1]
             parent = key(chain, first - 1) if first else b""
             shed = rng.random() < 0.05
-            items.append(BackupItem(rank.seq, shed, [] if shed else parts, parent, True))
+            rows.append(Row(rank.seq, [] if shed else parts, None if shed else parent))
             keys += b"" if shed else names * len(parts)
             at += 2 * count
             rank.seq += 1
-        return messages.Flush(epoch="", ticket=TICKET, fence=0, items=items, keys=keys)
+        return messages.Flush(epoch="", ticket=TICKET, fence=0, keys=keys, **columns(rows))
 
     def lookup(self, rank: FuzzRank) -> messages.Message:
         rng = self._rng
@@ -370,9 +371,9 @@ class HonestEngine:
         rank = self._rank
         rank.rows[:, :4, :ROW] = self._content()
         rank.segment.backup_ring[:4] = range(4)
-        item = BackupItem(rank.seq, False, [Part(0, 4, 0), Part(1, 4, 0)], b"", True)
+        row = Row(rank.seq, [Part(0, 4, 0), Part(1, 4, 0)], b"")
         message = messages.Flush(
-            epoch="", ticket=TICKET, fence=0, items=[item], keys=self._keys() * 2
+            epoch="", ticket=TICKET, fence=0, keys=self._keys() * 2, **columns([row])
         )
         rank.say(msgspec.msgpack.encode(message))
         acks = rank.await_reply(messages.Acks)

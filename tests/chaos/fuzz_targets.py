@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import zmq
 from descriptors import open_descriptors, opened_since
+from flushes import Row, columns
 from fuzz_ranks import FuzzGroup, FuzzRank, HonestEngine, plain
 from mutation import EDGES, TEXTS, Mutator, is_shallow
 from one_process import Bounds, OneProcess
@@ -112,8 +113,8 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
             epoch="",
             ticket=1,
             fence=0,
-            items=[messages.BackupItem(0, False, [part], key, True)],
-            keys=key,
+            keys=2 * key,
+            **columns([Row(0, [part], key), Row(1), Row(2, [part], b"")]),
         ),
         messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=key),
         messages.Restore(

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from flushes import Row, columns
 from one_process import OneProcess
 
 from tierd.bench.wire_rank import WireRank
@@ -82,8 +83,8 @@ def test_after_every_step_somebody_looks_for_what_clients_ask(
 ) -> None:
     back_up(daemon, rank, 1, 10)
     pool, (session,) = pool_of(daemon), daemon.state.sessions.values()
-    item = messages.BackupItem(1, False, [messages.Part(0, LONG, 10)], b"", True)
-    long = messages.Flush(epoch="", ticket=2, fence=0, items=[item], keys=keys(2, LONG))
+    row = Row(1, [messages.Part(0, LONG, 10)], b"")
+    long = messages.Flush(epoch="", ticket=2, fence=0, keys=keys(2, LONG), **columns([row]))
     desk, now = BackupDesk(daemon.state), time.monotonic()
     desk.flush(session, long, now)
     arrived = [pool.arrivals]

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from flushes import Row, columns
 from tier_harness import DEADLINE_S, Daemon, Engine, eventually, keys, lifeline, running
 from tierd_client.segment import create_segment
 
 from tierd.wire import codec, limits, messages
 from tierd.wire.layout import SegmentSpec
-from tierd.wire.messages import Allocation, BackupItem, BufferSpec, Part, PoolSpec
+from tierd.wire.messages import Allocation, BufferSpec, Part, PoolSpec
 
 PAGES, ROW = 16, 512
 SPEC = SegmentSpec(backup_ring=64, restore_ring=64, max_layers=4)
@@ -149,8 +150,8 @@ class Guest:
             epoch="",
             ticket=1,
             fence=0,
-            items=[BackupItem(seq, False, [Part(0, len(numbers), 0)])],
             keys=b"".join(keys(f"guest {next(UNUSED)}", len(numbers))),
+            **columns([Row(seq, [Part(0, len(numbers), 0)])]),
         )
         return msgspec.structs.replace(message, **changes)
 
@@ -463,30 +464,24 @@ def test_a_message_far_over_the_limit_costs_its_sender_the_connection_alone(
 
 
 @pytest.mark.parametrize(
-    ("items", "words"),
+    ("row", "words"),
     [
-        ([BackupItem(0, False, [Part(1, 2, 0)])], "`pool` 1"),
-        ([BackupItem(0, False, [Part(0, 1, 0), Part(0, 1, 1)])], "names a pool twice"),
-        ([BackupItem(0, False, [Part(0, 2, 0)], b"short", True)], "`parent`"),
-        ([BackupItem(0, True, [Part(0, 2, 0)])], "is shed, yet has `parts`"),
+        (Row(0, [Part(1, 2, 0)]), "`pool` 1"),
+        (Row(0, [Part(0, 1, 0), Part(0, 1, 1)]), "names a pool twice"),
+        (Row(0, [Part(0, 2, 0)], b"short"), "`parents`"),
+        (Row(0, [Part(0, 3, 0)]), "name key 2; `keys` has 2"),
     ],
-    ids=["pool", "twice", "parent", "shed"],
+    ids=["pool", "twice", "parent", "keys"],
 )
-def test_a_backup_that_makes_no_sense_names_the_field(
-    guest: Guest, items: list[BackupItem], words: str
-) -> None:
+def test_a_backup_that_makes_no_sense_names_the_field(guest: Guest, row: Row, words: str) -> None:
     guest.enter()
-    assert words in guest.error(guest.flush(1, 2, items=items))
+    assert words in guest.error(guest.flush(1, 2, **columns([row])))
 
 
 def test_one_bad_backup_of_a_step_is_shed_and_the_others_are_kept(guest: Guest) -> None:
     guest.enter()
-    items = [
-        BackupItem(0, False, [Part(0, 1, 0)]),
-        BackupItem(1, False, [Part(7, 1, 1)]),
-        BackupItem(2, False, [Part(0, 1, 2)]),
-    ]
-    assert "`pool` 7" in guest.error(guest.flush(1, 2, 3, items=items))
+    rows = [Row(0, [Part(0, 1, 0)]), Row(1, [Part(7, 1, 1)]), Row(2, [Part(0, 1, 2)])]
+    assert "`pool` 7" in guest.error(guest.flush(1, 2, 3, **columns(rows)))
     results = b""
     while len(results) < 3:
         answer = guest.hear()
@@ -579,8 +574,7 @@ def test_ranks_that_load_different_pages_as_one_step_are_told_apart(
     ranks = (first, second)
     for seq, name in enumerate(("one", "other")):
         for rank in ranks:
-            items = [BackupItem(seq, False, [Part(0, 2, 0)])]
-            rank.say(raw(rank.flush(1, 2, items=items, keys=b"".join(keys(name, 2)))))
+            rank.say(raw(rank.flush(1, 2, seq=seq, keys=b"".join(keys(name, 2)))))
         for rank in ranks:
             answer = rank.hear()
             assert isinstance(answer, messages.Acks)
@@ -622,8 +616,7 @@ def test_ranks_that_divide_the_same_pages_differently_are_told_apart(
 @pytest.mark.parametrize("ring", [(1 << 63) - 1, (1 << 62) + 1])
 def test_positions_that_no_ring_comes_to_are_refused(guest: Guest, ring: int) -> None:
     guest.enter()
-    items = [BackupItem(0, False, [Part(0, 2, ring)])]
-    assert "`ring`" in guest.error(guest.flush(1, 2, items=items))
+    assert "`ring`" in guest.error(guest.flush(1, 2, ring=[ring]))
     assert guest.hear() == messages.Acks(first_seq=0, results=b"\0")
     load = [messages.RestoreItem("r", [Part(0, 2, ring)])]
     message = msgspec.structs.replace(a_restore(b"".join(keys("x", 2)), 1, 0), items=load)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from flushes import Row, columns
+
 from tierd.control.groups import INBOX_BYTES, Inbox
 from tierd.wire.limits import KEY_BYTES
-from tierd.wire.messages import BackupItem, Flush, Part
+from tierd.wire.messages import Flush, Part
 
 PAGES = 1 << 15
 
 
 def a_step(seq: int) -> Flush:
-    parts = [Part(0, PAGES, 0)]
-    return Flush("", 1, 0, [BackupItem(seq, False, parts)], bytes(PAGES * KEY_BYTES))
+    return a_flush(Row(seq, [Part(0, PAGES, 0)]), keys=bytes(PAGES * KEY_BYTES))
+
+
+def a_flush(*rows: Row, keys: bytes = b"") -> Flush:
+    return Flush(epoch="", ticket=1, fence=0, keys=keys, **columns(rows))
 
 
 def test_a_full_inbox_takes_nothing_until_something_has_been_looked_at() -> None:
@@ -27,13 +32,13 @@ def test_a_full_inbox_takes_nothing_until_something_has_been_looked_at() -> None
     for seq in range(1, taken + 1):
         message = inbox.first.message
         assert isinstance(message, Flush)
-        assert message.items[0].seq == seq
+        assert message.seqs == [seq]
         inbox.pop()
     assert not inbox
 
 
 def test_small_steps_count_too() -> None:
-    inbox, nothing = Inbox(), Flush("", 1, 0, [], b"")
+    inbox, nothing = Inbox(), a_flush()
     for _ in range(INBOX_BYTES):
         if not inbox.add(nothing):
             break

@@ -72,6 +72,17 @@ def test_a_message_that_was_not_sent_goes_as_tombstones_with_the_next_one() -> N
     assert not list(outbox.batches())
 
 
+def test_tombstones_stand_among_the_backups_in_the_order_of_their_numbers() -> None:
+    outbox = offered(2, RING + 1, 3, 4)
+    (batch,) = outbox.batches()
+    shed, nodes = batch.split(RING)
+    rows = nodes.with_tombstones(shed)
+    assert (rows.seqs, rows.counts) == ([0, 1, 2, 3], [2, 0, 2, 2])
+    assert rows.parents == [b"", None, b"", b""]
+    assert rows.parts is nodes.parts
+    assert nodes.with_tombstones([]) is nodes
+
+
 def test_a_lost_daemon_fails_all_that_waits_and_the_next_number_is_the_next_offer() -> None:
     outbox = offered(1, 1)
     (batch,) = outbox.batches()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierd_client.device import page_numbers
-from tierd_client.packing import Parts, Pools, grouped, key_blob
+from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
 from tierd_client.pools import PageKeys, PoolPages, join_keys, key_at
 
 TOKENS = {"kv": 4, "swa": 4, "state": 1}
@@ -44,14 +45,41 @@ def test_every_part_names_its_own_page_numbers_and_keys(
     ring = [int(n) for run in page_numbers(layout.slots, layout.page_tokens, 1 << 20) for n in run]
     assert len(ring) == layout.end - start
     blob, at = key_blob(parts), 0
-    by_node = grouped(layout.parts, [len(node) for node in nodes])
+    counts = [len(node) for node in nodes]
+    shared, firsts = shared_keys(parts, counts)
+    first = iter(firsts)
+    by_node = grouped(named_parts(parts, layout), counts)
     for node, named in zip(nodes, by_node, strict=True):
         for (pool, numbers), part in zip(node.items(), named, strict=True):
             assert (part.pool, part.pages) == (NAMES.index(pool), len(numbers))
             assert ring[part.ring - start : part.ring - start + part.pages] == numbers
-            assert blob[at : at + 32 * part.pages] == b"".join(map(key, numbers))
-            at += 32 * part.pages
-    assert at == len(blob)
+            keys = b"".join(map(key, numbers))
+            assert blob[at : at + len(keys)] == keys
+            at += len(keys)
+            place = 32 * next(first)
+            assert shared[place : place + len(keys)] == keys
+    assert at == len(blob) >= len(shared)
+    assert next(first, None) is None
+
+
+@pytest.mark.parametrize(
+    "as_keys", [lambda keys: keys, lambda keys: [k.hex() for k in split(keys)]]
+)
+def test_keys_of_a_window_are_those_of_the_prefix_and_sent_once(
+    as_keys: Callable[[bytes], PageKeys],
+) -> None:
+    chain, window, other = range(40), [38, 39], [99]
+    nodes = [[("kv", chain), ("swa", window), ("state", [39])], [("kv", window), ("swa", other)]]
+    named = [pages(pool, list(numbers)) for node in nodes for pool, numbers in node]
+    parts = POOLS.parts_of(part._replace(keys=as_keys(part.keys)) for part in named)
+    blob, first = shared_keys(parts, [3, 2])
+    assert blob == b"".join(map(key, [*chain, *window, *other]))
+    assert first == [0, 38, 39, 40, 42]
+
+
+def split(keys: PageKeys) -> list[bytes]:
+    assert isinstance(keys, bytes)
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
 
 
 def test_pages_of_one_size_take_one_run_however_many_nodes_they_belong_to() -> None:
@@ -60,7 +88,7 @@ def test_pages_of_one_size_take_one_run_however_many_nodes_they_belong_to() -> N
     assert len(list(page_numbers(layout.slots, layout.page_tokens, 64))) == 2
 
 
-@pytest.mark.parametrize("numbers", [[], [7], [1, 2, 3]])
+@pytest.mark.parametrize("numbers", [[], [7], [1, 2, 3], list(range(100))])
 def test_digits_and_bytes_are_the_same_keys(numbers: list[int]) -> None:
     blob = b"".join(map(key, numbers))
     digits: PageKeys = [key(n).hex() for n in numbers]
@@ -93,4 +121,4 @@ def test_what_does_not_fit_together_is_refused_by_its_pool(
 
 def test_no_parts_take_no_place() -> None:
     empty = POOLS.lay_out(Parts([], [], [], []), 17)
-    assert (empty.parts, empty.slots, empty.end) == ([], [], 17)
+    assert (empty.ring, empty.slots, empty.end) == ([], [], 17)

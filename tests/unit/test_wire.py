@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from flushes import Row, columns
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
 from tierd.wire import codec, layout, limits, messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.messages import BackupItem, CopyPart, Flush, Lookup, Message, Part, Restore
+from tierd.wire.messages import CopyPart, Flush, Lookup, Message, Part, Restore
 
 CONVERSATIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "from lifeline": (messages.FromLifeline, codec.FROM_LIFELINE),
@@ -74,15 +75,24 @@ def structs(cls: type) -> st.SearchStrategy[Any]:
     return st.builds(cls, **fields).map(fitting)
 
 
+def resized(column: list[Any], rows: int, more: Any) -> list[Any]:
+    return (column + [more] * rows)[:rows]
+
+
 def fitting(struct: Any) -> Any:
     """The same with blobs as long as the counts beside them, and ranks inside their world."""
     replace = msgspec.structs.replace
     key = b"k" * limits.KEY_BYTES
     match struct:
-        case BackupItem():
-            parts = [] if struct.shed else struct.parts
-            return replace(struct, parts=parts, parent=key if struct.parent else b"")
-        case Flush() | Restore():
+        case Flush():
+            backups = len(struct.seqs)
+            counts = [n % 3 for n in resized(struct.parts, backups, 0)]
+            parents = [key if p else p for p in resized(struct.parents, backups, None)]
+            names = ("pools", "pages", "ring", "first")
+            parts = {name: resized(getattr(struct, name), sum(counts), 0) for name in names}
+            parts |= {name: [n % 3 for n in parts[name]] for name in ("pages", "first")}
+            return replace(struct, parts=counts, parents=parents, keys=4 * key, **parts)
+        case Restore():
             pages = sum(part.pages for item in struct.items for part in item.parts)
             return replace(struct, keys=key * pages)
         case messages.Supply():
@@ -177,18 +187,9 @@ KEY = b"k" * limits.KEY_BYTES
 
 
 def flush(**changes: Any) -> dict[str, Any]:
-    """A flush of two pages as a map, to be spoilt."""
-    fields = {"op": "flush", "epoch": "", "ticket": 1, "fence": 0}
-    return fields | {"items": [item()], "keys": KEY * 2} | changes
-
-
-PART = (0, 2, 100)
-
-
-def item(
-    *, seq: int = 3, shed: bool = False, parts: tuple[Any, ...] = (PART,), parent: bytes = b""
-) -> list[Any]:
-    return [seq, shed, list(parts), parent, True]
+    """A flush of two backups as a map, to be spoilt: one of two pages, and a tombstone."""
+    fields = {"op": "flush", "epoch": "", "ticket": 1, "fence": 0, "keys": KEY * 2}
+    return fields | columns([Row(3, [Part(0, 2, 100)], KEY), Row(4)]) | changes
 
 
 def register(**changes: Any) -> dict[str, Any]:
@@ -232,18 +233,62 @@ def test_the_unspoilt_ones_pass() -> None:
         (flush(ticket=-1), r"$.ticket"),
         (flush(ticket="1"), r"$.ticket"),
         (flush(epoch="e" * 257), r"$.epoch"),
-        (flush(items=[item(seq=2**63)]), r"$.items[0]"),
-        (flush(items=[item(parts=((32, 2, 0),))]), r"$.items[0]"),
-        (flush(items=[item(parts=((0, -2, 0),))]), r"$.items[0]"),
-        (flush(keys=KEY * 2 + b"k"), "`keys` has 65 bytes; 2 pages need 64"),
-        (flush(keys=KEY), "`keys` has 32 bytes; 2 pages need 64"),
-        (flush(items=[item(parent=b"k" * 31)]), "31 bytes in `parent` of seq 3"),
-        (flush(items=[item(parent=b"k" * 33)]), r"$.items[0]"),
-        (flush(items=[item(shed=True)]), "seq 3 is shed, yet has `parts`"),
+        (flush(seqs=[3, 2**63]), "$.seqs[1]"),
+        (flush(seqs=[3]), "`parts` has 2 rows; `seqs` names 1"),
+        (flush(seqs=[3] * (limits.MAX_ITEMS_PER_FLUSH + 1)), "$.seqs"),
+        (flush(parts=[1, 33]), "$.parts[1]"),
+        (flush(parts=[1, -1]), "$.parts[1]"),
+        (flush(parts=[1]), "`parts` has 1 rows; `seqs` names 2"),
+        (flush(parts=[1, 1]), "`pools` has 1 rows; `parts` names 2"),
+        (flush(pools=[32]), "$.pools[0]"),
+        (flush(pools=[]), "`pools` has 0 rows; `parts` names 1"),
+        (flush(pages=[-2]), "$.pages[0]"),
+        (flush(pages=[2, 0]), "`pages` has 2 rows; `parts` names 1"),
+        (flush(ring=[2**63]), "$.ring[0]"),
+        (flush(ring=[]), "`ring` has 0 rows; `parts` names 1"),
+        (flush(first=[-1]), "$.first[0]"),
+        (flush(first=[0, 0]), "`first` has 2 rows; `parts` names 1"),
+        (flush(first=[1]), "`first` and `pages` name key 2; `keys` has 2"),
+        (flush(keys=KEY), "`first` and `pages` name key 1; `keys` has 1"),
+        (flush(keys=KEY * 2 + b"k"), "`keys` has 65 bytes"),
+        (flush(parents=[b"k" * 31, None]), "31 bytes in `parents`"),
+        (flush(parents=[None, b"k" * 33]), "$.parents[1]"),
+        (flush(parents=[None]), "`parents` has 1 rows; `seqs` names 2"),
     ],
 )
 def test_a_bad_flush_is_told_which_field(spoilt: dict[str, Any], reason: str) -> None:
     assert reason in told(codec.FROM_CLIENT, spoilt)
+
+
+def test_keys_that_many_parts_share_do_not_make_a_message_larger_than_it_may_be() -> None:
+    pages = limits.MAX_PAGES_PER_MESSAGE // 4
+    rows = [Row(seq, [Part(0, pages, 0)]) for seq in range(5)]
+    shared = flush(keys=KEY * pages, **columns(rows) | {"first": [0] * 5})
+    assert f"`pages` come to {5 * pages}" in told(codec.FROM_CLIENT, shared)
+
+
+SMALL = st.lists(st.integers(0, 3), max_size=4)
+COLUMNS = dict.fromkeys(("seqs", "parts", "pools", "pages", "ring", "first"), SMALL)
+
+
+@given(st.fixed_dictionaries(COLUMNS), st.integers(0, 4))
+def test_columns_are_refused_by_name_or_every_row_names_what_is_there(
+    rows: dict[str, list[int]], keys: int
+) -> None:
+    spoilt = flush(**rows, parents=[None] * len(rows["seqs"]), keys=KEY * keys)
+    message, reason = None, ""
+    try:
+        message = codec.FROM_CLIENT.decode(msgspec.msgpack.encode(spoilt))
+    except ProtocolError as error:
+        reason = str(error)
+    if message is None:
+        assert re.search("`(parts|pools|pages|ring|first|keys)`", reason)
+        return
+    assert isinstance(message, Flush)
+    parts = list(zip(message.pools, message.pages, message.ring, message.first, strict=True))
+    assert len(message.seqs) == len(message.parts) == len(message.parents)
+    assert sum(message.parts) == len(parts)
+    assert all(first + pages <= keys for _, pages, _, first in parts)
 
 
 def test_a_missing_field_is_named() -> None:
@@ -320,7 +365,7 @@ def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (codec.FROM_CLIENT, {"op": "flush", "items": 0}),
+        (codec.FROM_CLIENT, {"op": "flush", "pages": 0}),
         (codec.TO_CLIENT, {"op": "lookup_reply", "lengths": 0}),
         (codec.TO_LIFELINE, {"op": "status_reply", "data": 0}),
     ],
@@ -408,7 +453,7 @@ def test_the_document_describes_every_message_of_a_client_field_by_field() -> No
         for name in ("from lifeline", "to lifeline", "from client", "to client")
         for cls in typing.get_args(CONVERSATIONS[name][0])
     }
-    parts = (messages.Allocation, messages.PoolSpec, messages.BufferSpec, Part, BackupItem)
+    parts = (messages.Allocation, messages.PoolSpec, messages.BufferSpec, Part)
     structs |= {cls.__name__: cls for cls in (*parts, messages.RestoreItem)}
     assert documented() == {name: list(cls.__struct_fields__) for name, cls in structs.items()}
 

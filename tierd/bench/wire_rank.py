@@ -116,15 +116,27 @@ class WireRank:
 
     def back_up(self, keys: bytes, item_pages: int) -> None:
         """Offer chains of `item_pages` pages each, as one step."""
-        items = []
-        for _ in range(len(keys) // limits.KEY_BYTES // item_pages):
-            part = messages.Part(0, item_pages, self.sent)
-            items.append(messages.BackupItem(len(self._sizes), False, [part], b"", True))
-            self._sizes.append(item_pages)
-            self.sent += item_pages
+        count = len(keys) // limits.KEY_BYTES // item_pages
+        pages, first = [item_pages] * count, [item_pages * i for i in range(count)]
+        seqs = list(range(len(self._sizes), len(self._sizes) + count))
         self._ticket += 1
         self._segment.ready[self._ticket % TICKETS] = self._ticket
-        self._say(messages.Flush(epoch="", ticket=self._ticket, fence=0, items=items, keys=keys))
+        message = messages.Flush(
+            epoch="",
+            ticket=self._ticket,
+            fence=0,
+            seqs=seqs,
+            parts=[1] * count,
+            parents=[b""] * count,
+            pools=[0] * count,
+            pages=pages,
+            ring=[self.sent + at for at in first],
+            first=first,
+            keys=keys,
+        )
+        self._sizes += pages
+        self.sent += sum(pages)
+        self._say(message)
 
     def look_up(self, rid: str, keys: bytes) -> tuple[float, int]:
         """Look a chain up and let it go: how many seconds the answer took, and its longest count.

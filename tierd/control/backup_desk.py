@@ -13,19 +13,16 @@ from tierd.control.backups import (
     Backup,
     NoRoomError,
     Offer,
-    OfferPart,
     Piece,
     RepeatedKeyError,
     copied,
     runs,
 )
 from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
-from tierd.control.keys import Keys
-from tierd.control.ring import check_ring
+from tierd.control.offers import flushed, supplied
 from tierd.control.state import State
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.limits import KEY_BYTES
 
 FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
@@ -70,7 +67,7 @@ class BackupDesk:
         """
         session.group.check_epoch(message.epoch)
         if not session.inbox.add(message):
-            self._report(session, [(item.seq, None) for item in message.items], now)
+            self._report(session, [(seq, None) for seq in message.seqs], now)
 
     def supply(self, session: Session, message: messages.Supply) -> None:
         """A rank says what comes before a backup."""
@@ -85,20 +82,21 @@ class BackupDesk:
             self._note_supply(session, message)
             return
         reports: list[tuple[int, Offer | None]] = []
-        for item in message.items[inbound.item : inbound.item + NOTE_ITEMS]:
+        rows = slice(inbound.row, inbound.row + NOTE_ITEMS)
+        for seq, count, parent in zip(
+            message.seqs[rows], message.parts[rows], message.parents[rows], strict=True
+        ):
             offer = None
-            first, pages = inbound.key, sum(part.pages for part in item.parts)
-            inbound.key += pages
-            if not item.shed and self._state.drain is None:
-                blob = message.keys[first * KEY_BYTES : inbound.key * KEY_BYTES]
+            part, inbound.part = inbound.part, inbound.part + count
+            if count and self._state.drain is None:
                 try:
-                    offer = _offer(session, message, item, Keys(blob))
+                    offer = flushed(session, message, seq, slice(part, inbound.part), parent)
                 except ProtocolError as bad:  # this one is shed for all, the others go their way
                     self._state.complain(session.routing_id, bad)
-            reports.append((item.seq, offer))
+            reports.append((seq, offer))
         self._report(session, reports, now)
-        inbound.item += NOTE_ITEMS
-        if inbound.item >= len(message.items):
+        inbound.row += NOTE_ITEMS
+        if inbound.row >= len(message.seqs):
             session.inbox.pop()
 
     def _report(
@@ -121,8 +119,7 @@ class BackupDesk:
         if heal is None or session.info.rank in heal.offers:
             return
         try:
-            item = messages.BackupItem(message.seq, False, message.parts, b"", True)
-            offer = _offer(session, message, item, Keys(message.keys))
+            offer = supplied(session, message)
         except ProtocolError as error:
             self._give_up_heal(session.group, message.seq)
             self._state.complain(session.routing_id, error)
@@ -387,27 +384,3 @@ class BackupDesk:
 def _supplied(seq: int) -> tuple[str, int]:
     """The name of a prefix's part of the ring."""
     return ("prefix", seq)
-
-
-def _offer(
-    session: Session,
-    message: messages.Flush | messages.Supply,
-    item: messages.BackupItem,
-    keys: Keys,
-) -> Offer:
-    """One backup of a flush, checked.
-
-    Raises: ProtocolError: naming the field.
-    """
-    parts, at = [], 0
-    for part in item.parts:
-        mine = keys[at : at + part.pages]
-        at += part.pages
-        name = session.pool_name(part.pool)
-        check_ring(part, session.segment.spec.backup_ring)
-        parts.append(OfferPart(name, mine, part.ring))
-    names = [part.pool for part in parts]
-    if len(set(names)) != len(names):
-        raise ProtocolError(f"seq {item.seq} names a pool twice: {names}")
-    parent = item.parent if item.parent_known else None
-    return Offer(message.epoch, tuple(parts), message.ticket, message.fence, parent)

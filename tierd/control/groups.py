@@ -27,26 +27,31 @@ from tierd.wire.messages import Flush, FromLifeline, PoolSpec, Register, Supply
 
 INBOX_BYTES = 64 << 20
 """Two million pages: more than a minute's work."""
-ITEM_BYTES = 512
+ROW_BYTES = 256
+"""Roughly what a backup takes beside its keys, and as much again for each of its parts."""
 
 
 @dataclass
 class Inbound:
-    """A message whose backups are still to be noted, from item `item` and key `key` on."""
+    """A message whose backups are still to be noted, from backup `row` and part `part` on."""
 
     message: Flush | Supply
-    item: int = 0
-    key: int = 0
+    row: int = 0
+    part: int = 0
 
     @property
     def unseen(self) -> int:
-        return len(self.message.items) - self.item if isinstance(self.message, Flush) else 1
+        return len(self.message.seqs) - self.row if isinstance(self.message, Flush) else 1
 
     @property
     def nbytes(self) -> int:
         """Roughly what it takes up."""
-        items = len(self.message.items) if isinstance(self.message, Flush) else 1
-        return len(self.message.keys) + ITEM_BYTES * (1 + items)
+        message = self.message
+        if isinstance(message, Flush):
+            rows = len(message.seqs) + len(message.pools)
+        else:
+            rows = len(message.parts)
+        return len(message.keys) + ROW_BYTES * (1 + rows)
 
 
 class Inbox:

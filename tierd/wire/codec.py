@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from operator import add
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -93,24 +94,11 @@ def check_blobs(message: object) -> None:
     Raises: ProtocolError: a blob or a reference that does not fit.
     """
     if isinstance(message, messages.Flush):
-        pages = 0
-        for item in message.items:
-            pages += sum(part.pages for part in item.parts)
-            if len(item.parent) not in (0, limits.KEY_BYTES):
-                raise ProtocolError(
-                    f"key of {len(item.parent)} bytes in `parent` of seq {item.seq}; "
-                    f"a key has {limits.KEY_BYTES}"
-                )
-            if item.shed and item.parts:
-                raise ProtocolError(f"seq {item.seq} is shed, yet has `parts`")
-        _check_keys(message.keys, pages)
+        _check_columns(message)
     elif isinstance(message, messages.Supply):
         _check_keys(message.keys, sum(part.pages for part in message.parts))
     elif isinstance(message, messages.Lookup):
-        if len(message.keys) % limits.KEY_BYTES:
-            raise ProtocolError(
-                f"`keys` has {len(message.keys)} bytes; a key has {limits.KEY_BYTES}"
-            )
+        _check_whole(message.keys)
         if len(set(message.pools)) != len(message.pools):
             raise ProtocolError(f"`pools` names one pool twice: {message.pools}")
     elif isinstance(message, messages.Restore):
@@ -132,6 +120,40 @@ def check_blobs(message: object) -> None:
         names = [pool.name for pool in message.pools]
         if len(set(names)) != len(names):
             raise ProtocolError(f"`pools` names one pool twice: {names}")
+
+
+def _check_columns(message: messages.Flush) -> None:
+    """Every row is whole, and names keys that are there."""
+    for name in ("parts", "parents"):
+        _check_rows(message, name, len(message.seqs), "seqs")
+    parts = sum(message.parts)
+    for name in ("pools", "pages", "ring", "first"):
+        _check_rows(message, name, parts, "parts")
+    for length in set(map(len, filter(None, message.parents))):
+        if length != limits.KEY_BYTES:
+            raise ProtocolError(f"key of {length} bytes in `parents`; a key has {limits.KEY_BYTES}")
+    _check_whole(message.keys)
+    keys = len(message.keys) // limits.KEY_BYTES
+    # Parts may share keys, so these do not bound what a message makes the daemon do.
+    pages = sum(message.pages)
+    if pages > limits.MAX_PAGES_PER_MESSAGE:
+        raise ProtocolError(
+            f"`pages` come to {pages}; a message has {limits.MAX_PAGES_PER_MESSAGE} at most"
+        )
+    end = max(map(add, message.first, message.pages), default=0)
+    if end > keys:
+        raise ProtocolError(f"`first` and `pages` name key {end - 1}; `keys` has {keys}")
+
+
+def _check_rows(message: messages.Flush, name: str, rows: int, of: str) -> None:
+    found = len(getattr(message, name))
+    if found != rows:
+        raise ProtocolError(f"`{name}` has {found} rows; `{of}` names {rows}")
+
+
+def _check_whole(keys: bytes) -> None:
+    if len(keys) % limits.KEY_BYTES:
+        raise ProtocolError(f"`keys` has {len(keys)} bytes; a key has {limits.KEY_BYTES}")
 
 
 def _check_keys(blob: bytes, pages: int) -> None:

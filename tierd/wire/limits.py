@@ -1,6 +1,6 @@
 """Bounds of the wire. What exceeds one is refused before it is decoded or allocated."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by any change that an older peer would misread."""
 
 KEY_BYTES = 32
@@ -23,4 +23,5 @@ MAX_ALLOCATIONS = 4096
 MAX_BYTES = 1 << 62
 MAX_PAGES_PER_MESSAGE = MAX_MESSAGE_BYTES // KEY_BYTES
 MAX_ITEMS_PER_FLUSH = 16384
+MAX_PARTS_PER_FLUSH = 2 * MAX_ITEMS_PER_FLUSH
 MAX_ITEMS_PER_RESTORE = 4096

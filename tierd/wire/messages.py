@@ -30,6 +30,7 @@ OptionalKey = Annotated[bytes, Meta(max_length=limits.KEY_BYTES)]
 PageCount = Annotated[int, Meta(ge=0, le=limits.MAX_PAGES_PER_MESSAGE)]
 Rank = Annotated[int, Meta(ge=0, lt=limits.MAX_WORLD_SIZE)]
 PoolIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_POOLS)]
+PartCount = Annotated[int, Meta(ge=0, le=limits.MAX_POOLS)]
 
 
 class Message(Struct, tag_field="op", frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -174,7 +175,7 @@ ToLifeline = Welcome | CopierReplaced | PresenceReplaced | Refused | Status | Do
 
 
 class Part(Struct, array_like=True, frozen=True):
-    """The pages of one pool in a backup or a restore.
+    """The pages of one pool in a restore, or in what comes before a backup.
 
     Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
     first page number in the segment's index ring.
@@ -185,29 +186,32 @@ class Part(Struct, array_like=True, frozen=True):
     ring: U63
 
 
-class BackupItem(Struct, array_like=True, frozen=True):
-    """One `backup()`: a node's pages in all its pools, to be kept all or not at all.
-
-    `shed`: this rank could not queue it (a tombstone); it carries no parts. `parent` is the key
-    of the page before the first one: empty if there is none, and `parent_known` false if the
-    client cannot tell.
-    """
-
-    seq: U63
-    shed: bool
-    parts: Annotated[list[Part], Meta(max_length=limits.MAX_POOLS)]
-    parent: OptionalKey = b""
-    parent_known: bool = False
-
-
 class Flush(Message, frozen=True, tag="flush"):
-    """A step's backups. Page numbers are valid in the ring once both ready words of `ticket` say
-    so; `fence` is the value of the fence word that the copier must still find after its copies."""
+    """A step's backups, by columns: a struct for each would cost the sender, an engine's scheduler
+    thread, more than all else that it does for one. Page numbers are valid in the ring once both
+    ready words of `ticket` say so; `fence` is the value of the fence word that the copier must
+    still find after its copies.
+
+    Row i of `seqs`, `parts` and `parents` is a backup: a node's pages in all its pools, to be kept
+    all or not at all. It has the next `parts[i]` rows of the other columns, which are one pool's
+    pages each; none, if this rank could not queue it (a tombstone). `parents`: the key of the page
+    before its first one, empty if there is none, None if the client cannot tell.
+
+    Row j of `pools`, `pages`, `ring` and `first` is a part. `ring`: the absolute position of its
+    first page number in the segment's index ring. `first`: which key of `keys` is that of its
+    first page; the others follow. Parts may share keys, as a window's pages do with the prefix's.
+    """
 
     epoch: OptionalName
     ticket: U32
     fence: U32
-    items: Annotated[list[BackupItem], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
+    seqs: Annotated[list[U63], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
+    parts: Annotated[list[PartCount], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
+    parents: Annotated[list[OptionalKey | None], Meta(max_length=limits.MAX_ITEMS_PER_FLUSH)]
+    pools: Annotated[list[PoolIndex], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
+    pages: Annotated[list[PageCount], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
+    ring: Annotated[list[U63], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
+    first: Annotated[list[PageCount], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
     keys: bytes
 
 

@@ -197,15 +197,18 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._outstanding.extend([_FAILED_HERE] * len(queued))
             return
         origins = self._tree.origins(pages, self._page_tokens)
-        if not all(transfer.keys for node in queued for transfer in node):
-            queued = [[transfer for transfer in node if transfer.keys] for node in queued]
         transfers = list(chain.from_iterable(queued))
+        keys = [transfer.keys for transfer in transfers]
+        if not all(keys):
+            queued = [[transfer for transfer in node if transfer.keys] for node in queued]
+            transfers = list(chain.from_iterable(queued))
+            keys = [transfer.keys for transfer in transfers]
         parts = self.client.parts(
             [_NAMES[transfer.name] for transfer in transfers],
-            [transfer.keys for transfer in transfers],
+            keys,
             [transfer.device_indices for transfer in transfers],
         )
-        self.client.backup_nodes(parts, [len(node) for node in queued], *origins)
+        self.client.backup_nodes(parts, list(map(len, queued)), *origins)
         self._outstanding.extend(pages)
 
     def _supply(self, need: Need) -> None:
