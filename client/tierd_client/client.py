@@ -132,6 +132,7 @@ class TierClient:
         self._next_look = 0.0
         self._said_absent = False
         self._said_refusal = ""
+        self._errors = 0
         self._closed = False
 
     # --- connection ---------------------------------------------------------------------------
@@ -408,10 +409,14 @@ class TierClient:
             elif isinstance(message, messages.LookupReply):
                 self._answers[message.request] = message
             else:
-                log.error(
-                    "the tierd daemon made no sense of a message, whose pages it does not keep: %s",
-                    message.reason,
-                )
+                self._errors += 1
+                if self._errors & (self._errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+                    log.error(
+                        "the tierd daemon made no sense of a message (number %d of those), whose "
+                        "pages it does not keep: %s. Please report this",
+                        self._errors,
+                        message.reason,
+                    )
 
     # --- lookup -------------------------------------------------------------------------------
 

@@ -633,3 +633,17 @@ def test_what_a_stranger_says_is_quoted_as_one_short_line(daemon: Daemon, guest:
     assert reason.isprintable()
     assert not any(line.startswith("2026-01-31T12") for line in daemon.log.splitlines())
     assert guest.kept(guest.flush(1, 2))
+
+
+def test_a_rank_that_goes_on_making_no_sense_does_not_fill_the_log(
+    daemon: Daemon, guest: Guest
+) -> None:
+    guest.enter(instance="a babbler")
+    before = daemon.status()["counters"]["errors"]
+    for _ in range(200):
+        assert "not a valid message" in guest.error(b"nonsense")
+    assert daemon.status()["counters"]["errors"] == before + 200, "each one counts"
+    lines = [line for line in daemon.log.splitlines() if "engine a babbler" in line]
+    lines = [line for line in lines if "bad message" in line]
+    assert len(lines) == 8
+    assert "bad message number 128 " in lines[-1]

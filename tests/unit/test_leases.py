@@ -56,8 +56,7 @@ class Group:
         return [(self.pool, keys)]
 
     def lookup(self, rid: str, keys: Keys, now: float = 0.0) -> list[int]:
-        signature = keys.blob
-        return self.leases.lookup(rid, keys, [self.pool], signature, now=now, tick=100)
+        return self.leases.lookup(rid, keys, [self.pool], now=now, tick=100)
 
     def pin(self, number: int, loads: dict[str, Keys], deadline: float = 20.0) -> Pins:
         wants = [(rid, self.want(keys)) for rid, keys in loads.items()]
@@ -256,7 +255,7 @@ def test_leases_of_a_group_that_goes_end_and_its_pins_stay() -> None:
 def test_a_request_of_two_pools_gets_what_both_have(have: int) -> None:
     kv, indexer = make_pool(16, a=5), make_pool(16, a=have)
     leases = Leases(lease_s=LEASE_S, max_share=1.0)
-    lengths = leases.lookup("r", chain("a", 5), [kv, indexer], b"", now=0.0, tick=9)
+    lengths = leases.lookup("r", chain("a", 5), [kv, indexer], now=0.0, tick=9)
     assert max(lengths, default=0) == have
     assert (kv.held, indexer.held) == (have, have)
 

@@ -76,7 +76,7 @@ class Model:
 
     def look_up(self, keys: Keys, rid: str = "r") -> list[int]:
         pools = [self.kv, self.swa]
-        return self.leases.lookup(rid, keys, pools, keys.blob, now=0.0, tick=self.now())
+        return self.leases.lookup(rid, keys, pools, now=0.0, tick=self.now())
 
     def has(self, keys: Keys) -> list[bool]:
         return [bool(slot >= 0) for slot in self.swa.present(keys)]
@@ -152,7 +152,7 @@ def test_a_window_that_is_being_loaded_outlives_its_prefix_until_it_has_landed()
     model = Model()
     keys = chain("a", 4)
     model.back_up(keys, windows=W)
-    model.leases.lookup("r", keys, [model.kv, model.swa], b"", now=0.0, tick=model.now())
+    model.leases.lookup("r", keys, [model.kv, model.swa], now=0.0, tick=model.now())
     assert model.kv.evict(4) == 0
     model.leases.cancel("r")
     assert model.kv.evict(4) == 4

@@ -114,6 +114,8 @@ class Session:
     """Its backup ring."""
     inbox: Inbox = field(default_factory=Inbox)
     restore_ring_end: int = 0
+    bad_messages: int = 0
+    """How many of its messages have made no sense."""
 
     def pool_index(self, name: str) -> int:
         return next(i for i, pool in enumerate(self.info.pools) if pool.name == name)

@@ -26,9 +26,9 @@ Held = list[tuple[PagePool, Slots]]
 
 @dataclass
 class Lease:
-    """One answered lookup. `signature` is what was asked, byte for byte; `keys`: the chain."""
+    """One answered lookup: of which pools, of which chain."""
 
-    signature: bytes
+    pools: list[PagePool]
     keys: Keys
     lengths: list[int]
     held: Held
@@ -75,8 +75,7 @@ class Leases:
         self,
         rid: str,
         keys: Keys,
-        pools: Sequence[PagePool],
-        signature: bytes,
+        pools: list[PagePool],
         *,
         now: float,
         tick: int,
@@ -92,7 +91,7 @@ class Leases:
         """
         lease = self._leases.get(rid)
         if lease is not None:
-            if lease.signature == signature:
+            if lease.pools == pools and lease.keys == keys:
                 lease.expires = now + self._lease_s
                 return lease.lengths
             self._end(rid)
@@ -118,7 +117,7 @@ class Leases:
         for pool, slots in held:
             pool.touch(slots, tick)
             pool.hold(slots)
-        self._leases[rid] = Lease(signature, keys, lengths, held, now + self._lease_s)
+        self._leases[rid] = Lease(pools, keys, lengths, held, now + self._lease_s)
         return lengths
 
     def _room(self, pool: PagePool) -> int:

@@ -39,7 +39,6 @@ class RestoreDesk:
                 message.rid,
                 Keys(message.keys),
                 [catalog.pools[name] for name in names],
-                bytes(message.pools) + message.keys,
                 now=now,
                 tick=self._state.next_tick(),
             )

@@ -421,7 +421,11 @@ class Control:
             self._chores.append(self._clear(channel))
         else:
             self._state.paused = message.paused
-            log.info("paused" if message.paused else "resumed")
+            log.info(
+                "paused: lookups miss and backups are shed until `tierd resume`"
+                if message.paused
+                else "resumed"
+            )
             channel.send(messages.Done(detail={"paused": int(message.paused)}))
 
     def _clear(self, channel: Channel[messages.FromLifeline]) -> Iterator[None]:

@@ -96,6 +96,8 @@ class State:
         """The daemon is ending."""
         self._number = 0
         self._tick = 0
+        self._strangers = 0
+        """Messages from those who are not registered."""
 
     def next_number(self) -> int:
         """A number that nothing else of this daemon has."""
@@ -108,11 +110,23 @@ class State:
         return self._tick
 
     def complain(self, route: bytes, error: ProtocolError) -> None:
-        """Tell a client that what it has sent makes no sense."""
+        """Tell a client that what it has sent makes no sense. The log has the first such message of
+        each, the second, the fourth, the eighth ...: one that babbles must not fill it."""
         session = self.by_route.get(route)
         self.counters["errors"] += 1
-        who = f"rank {session.info.rank}" if session else "a stranger"
-        log.warning("bad message from %s: %s; it is told so, others notice nothing", who, error)
+        if session is not None:
+            number = session.bad_messages = session.bad_messages + 1
+            who = f"rank {session.info.rank} of engine {session.info.instance}"
+        else:
+            number = self._strangers = self._strangers + 1
+            who = "somebody who is not registered"
+        if number & (number - 1) == 0:
+            log.warning(
+                "bad message number %d from %s: %s; it is told so, others notice nothing",
+                number,
+                who,
+                error,
+            )
         self.endpoint.send(route, messages.Error(reason=str(error)))
 
     def new_job(
