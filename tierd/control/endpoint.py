@@ -108,6 +108,11 @@ class Endpoint:
             self.listener.accept()[0].close()
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
+    @property
+    def heard(self) -> bool:
+        """Has a client sent something?"""
+        return bool(self.router.EVENTS & zmq.POLLIN)
+
     def receive(self, most: int) -> Iterator[tuple[bytes, bytes]]:
         """What clients have sent: (routing id, message). Not more than `most`, so that others get
         a turn."""
@@ -130,7 +135,8 @@ class Endpoint:
         except ProtocolError as error:
             data = codec.encode(messages.Error(reason=str(error)))
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
-            self.router.send_multipart([route, data], zmq.NOBLOCK)
+            self.router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self.router.send(data, zmq.NOBLOCK)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Remove the sockets' files and close them; what was sent may take so long to be taken.

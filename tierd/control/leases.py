@@ -102,9 +102,11 @@ class Leases:
         for pool, run in zip(whole, runs, strict=True):
             pool.hits += longest
             pool.misses += len(keys) - longest
-            # A prefix that many requests share is held already, and takes no more of the share.
-            more = np.cumsum(~pool.are_held(run[:longest]))
-            longest = int(np.searchsorted(more, self._room(pool), side="right"))
+            room = self._room(pool)
+            if longest > room:
+                # A prefix that many requests share is held already, and takes no more of the share.
+                more = np.cumsum(~pool.are_held(run[:longest]))
+                longest = int(np.searchsorted(more, room, side="right"))
         windows = [pool.present(keys[:longest]) for pool in windowed]
         lengths = few(boundaries(longest, windowed, windows), spread=not windowed)
         held: Held = []
@@ -218,12 +220,16 @@ class Leases:
             _release(lease.held)
 
 
-def boundaries(longest: int, pools: Sequence[PagePool], slots: Sequence[Slots]) -> Slots:
+def boundaries(
+    longest: int, pools: Sequence[PagePool], slots: Sequence[Slots]
+) -> Sequence[int] | Slots:
     """Page counts up to `longest` at which the window of every pool is complete.
 
     Args:
         slots: Per pool, its slot of each page of the chain or -1. Each of shape (longest,).
     """
+    if not pools:
+        return range(1, longest + 1)
     counts = np.arange(1, longest + 1)
     fits = np.ones(longest, np.bool_)
     for pool, here in zip(pools, slots, strict=True):
@@ -234,7 +240,7 @@ def boundaries(longest: int, pools: Sequence[PagePool], slots: Sequence[Slots]) 
     return counts[fits]
 
 
-def few(counts: Slots, *, spread: bool) -> list[int]:
+def few(counts: Sequence[int] | Slots, *, spread: bool) -> list[int]:
     """The longest of some ascending counts, and a few others for ranks to meet at: the ones just
     below it, or spread over the whole."""
     if not len(counts):

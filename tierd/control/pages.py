@@ -560,6 +560,8 @@ class PagePool:
 
 def _distinct(slots: Slots) -> Slots:
     """Each of them once, ascending. `numpy.unique` costs several times as much for few."""
+    if (slots[1:] > slots[:-1]).all():
+        return slots
     ordered = np.sort(slots)
     again = ordered[1:] == ordered[:-1]
     return np.delete(ordered, np.flatnonzero(again)) if again.any() else ordered

@@ -217,7 +217,7 @@ class Control:
         """
         self._state.presence.table.beat(now)
         self._receive(self._wait(0.0) if ready is None else ready, now)
-        more = self._backups.work(now, lambda: self._receive_clients(MESSAGES_A_STEP, now))
+        more = self._backups.work(now, lambda: self._look(now))
         self._backups.send_acks()
         if self._chores:
             if next(self._chores[0], self) is self:
@@ -370,6 +370,11 @@ class Control:
         self._connections.remove(connection)
         if connection.session is not None:
             self._members.leave(connection.session, now)
+
+    def _look(self, now: float) -> None:
+        """Between two steps of long work: answer what clients have asked."""
+        if self._state.endpoint.heard:
+            self._receive_clients(MESSAGES_A_STEP, now)
 
     def _receive_clients(self, most: int, now: float) -> None:
         for route, data in self._state.endpoint.receive(most):
