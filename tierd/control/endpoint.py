@@ -111,7 +111,8 @@ class Endpoint:
     @property
     def heard(self) -> bool:
         """Has a client sent something?"""
-        return bool(self.router.EVENTS & zmq.POLLIN)
+        events = self.router.getsockopt(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
 
     def receive(self, most: int) -> Iterator[tuple[bytes, bytes]]:
         """What clients have sent: (routing id, message). Not more than `most`, so that others get
