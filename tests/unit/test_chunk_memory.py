@@ -5,18 +5,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tierd.copier.backend import map_chunk_file
 from tierd.memory import placement
 from tierd.memory.chunks import ChunkStore
 from tierd.memory.hugepages import (
     GIB_1,
     MIB_2,
+    SHMEM_POLICY,
     PagePlan,
     Reserved,
     how_to_reserve,
+    joined_pages,
+    joining_note,
     plan_pages,
     reserved_pages,
 )
@@ -202,3 +207,46 @@ def test_pages_are_there_once_they_are_populated() -> None:
     del view
     memory.close()
     os.close(file.fd)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("always within_size advise [never] deny force", "never"),
+        ("always within_size [advise] never deny force", "advise"),
+        ("nonsense", "never"),
+        (None, "never"),
+    ],
+)
+def test_the_kernels_policy_of_joining_pages_is_read(
+    tmp_path: Path, text: str | None, policy: str
+) -> None:
+    if text is not None:
+        (tmp_path / SHMEM_POLICY).parent.mkdir(parents=True)
+        (tmp_path / SHMEM_POLICY).write_text(text + "\n")
+    assert joined_pages(tmp_path) == policy
+    assert (f"echo advise > /{SHMEM_POLICY}" in joining_note(policy)) == (policy == "never")
+
+
+def test_a_chunk_keeps_what_is_in_it_when_it_is_mapped_for_huge_pages() -> None:
+    fd = os.memfd_create("tierd-test")
+    os.ftruncate(fd, CHUNK_BYTES)
+    os.pwrite(fd, b"here", CHUNK_BYTES - 4)
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        address = map_chunk_file(stack, fd, CHUNK_BYTES, touch=True, node=None)
+        assert ctypes.string_at(address + CHUNK_BYTES - 4, 4) == b"here"
+        (there,) = (os.fstat(fd).st_blocks * 512,)
+        assert there == CHUNK_BYTES
+
+
+@pytest.mark.skipif(joined_pages() != "advise", reason="the kernel does not join pages on request")
+def test_a_chunk_lies_in_huge_pages_where_the_kernel_lets_it() -> None:
+    fd = os.memfd_create("tierd-test")
+    os.ftruncate(fd, CHUNK_BYTES)
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        address = map_chunk_file(stack, fd, CHUNK_BYTES, touch=True, node=None)
+        smaps = Path("/proc/self/smaps").read_text().split(f"{address:x}-", 1)[1]
+        huge = next(line for line in smaps.splitlines() if line.startswith("ShmemPmdMapped:"))
+        assert int(huge.split()[1]) > 0

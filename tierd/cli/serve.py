@@ -16,7 +16,7 @@ from tierd.cli.gpus import visible_gpus
 from tierd.cli.logs import log_to_stderr
 from tierd.meeting import prepare_socket_directory
 from tierd.memory.filesystems import huge_page_bytes
-from tierd.memory.hugepages import reserved_pages
+from tierd.memory.hugepages import joined_pages, joining_note, reserved_pages
 from tierd.memory.limits import Available, available_memory, format_size
 from tierd.memory.persist import record_bytes, used_bytes
 from tierd.memory.placement import PIN_THREADS
@@ -203,6 +203,8 @@ def serve(
     )
     if settings.pages.note:
         log.log(logging.WARNING if settings.pages.short else logging.INFO, settings.pages.note)
+    if settings.persist is None and settings.pages.huge_bytes < settings.memory_bytes:
+        log.info(joining_note(joined_pages()))
     from tierd.control.server import serve as run_control
 
     raise typer.Exit(run_control(settings, lambda: announce(settings), tell_systemd))

@@ -71,6 +71,7 @@ def map_chunk_file(stack: ExitStack, fd: int, size: int, *, touch: bool, node: i
         stack.callback(placement.unmap, address, size)
         if node is not None:
             placement.prefer_node(address, size, node)
+        placement.prefer_huge(address, size)
         if touch:
             placement.populate(address, size)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Huge pages: which ones the machine has set aside, and which a daemon's chunks lie in."""
+"""Huge pages: which ones the machine has set aside, which a daemon's chunks lie in, and whether the
+kernel makes more of them from ordinary memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from tierd.memory.limits import format_size
 from tierd.wire.geometry import CHUNK_BYTES
 
 MIB_2, GIB_1 = 2 << 20, 1 << 30
+SHMEM_POLICY = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 CHOICES = ("auto", "off", "2MiB", "1GiB")
 GIANT_CHUNKS = 16
 """`auto` takes pages of 1 GiB, and so chunks of that size, where a device has this many."""
@@ -100,3 +102,27 @@ def how_to_reserve(size: int, pages: int) -> str:
     kernel's command line (`hugepagesz=1G hugepages=N`) is surer."""
     kib = size // 1024
     return f"echo {pages} > /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages"
+
+
+def joined_pages(root: Path = Path("/")) -> str:
+    """The kernel's policy for joining shared memory to huge pages: "never", "advise" (chunks ask
+    for it), "always" ...; "never" too where it cannot."""
+    try:
+        choices = (root / SHMEM_POLICY).read_text().split()
+    except OSError:
+        return "never"
+    return next((word[1:-1] for word in choices if word.startswith("[")), "never")
+
+
+def joining_note(policy: str) -> str:
+    """What to tell the user of memory that is not in reserved huge pages.
+
+    Args: `policy`: as `joined_pages` has it.
+    """
+    if policy in ("never", "deny"):
+        return (
+            "the kernel does not join shared memory to huge pages: that of a large daemon that is "
+            "killed takes seconds to be free again. To let it, where memory is unbroken: "
+            f"`echo advise > /{SHMEM_POLICY}`"
+        )
+    return f"the kernel joins shared memory to huge pages where it is unbroken ({policy})"

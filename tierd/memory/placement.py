@@ -19,6 +19,8 @@ POPULATE_STEP = 2 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23
 """linux/mman.h since 5.14; `mmap` names it only in newer Pythons."""
+_MADV_HUGEPAGE = 14
+"""linux/mman.h, also on machines whose Python was built without it."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call; libc has no function for it."""
 _MPOL_PREFERRED = 1
@@ -86,6 +88,13 @@ def prefer_node(address: int, size: int, node: int) -> None:
     arguments = (address, size, _MPOL_PREFERRED, ctypes.addressof(mask), len(mask) * bits + 1, 0)
     if _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) != 0:
         raise OSError(ctypes.get_errno(), "mbind: " + os.strerror(ctypes.get_errno()))
+
+
+def prefer_huge(address: int, size: int) -> None:
+    """Have the kernel put a shared mapping that nobody has touched yet into huge pages where it has
+    any to make, if its policy for shared memory lets processes ask (`hugepages.joined_pages`).
+    Otherwise nothing changes."""
+    _LIBC.madvise(address, size, _MADV_HUGEPAGE)
 
 
 def populate(address: int, size: int) -> None:
