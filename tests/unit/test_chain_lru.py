@@ -159,6 +159,15 @@ def test_a_chunk_goes_with_all_that_follows_its_pages() -> None:
     assert pool.capacity == CHUNK
 
 
+def test_a_chunk_that_too_many_others_follow_may_stay() -> None:
+    pool, _ = make_pool(2)
+    store(pool, tuple(range(1, CHUNK + 4)), now=1)  # fills chunk 0, three pages in chunk 1
+    assert not pool.may_remove(0, most=2)
+    assert pool.may_remove(0, most=3)
+    assert pool.may_remove(0), "where it must go, however many they are"
+    assert pool.may_remove(1, most=0)
+
+
 def test_keys_that_claim_to_follow_each_other_in_a_ring_do_not_stop_eviction() -> None:
     pool, _ = make_pool(1)
     a, b = key((1,)), key((2,))

@@ -45,6 +45,24 @@ def test_what_is_there_is_never_denied_and_what_went_leaves_no_trace(
     assert not any(small.may_have(key(n), HERE) for n in range(60))
 
 
+@given(
+    st.sampled_from([2, 16, 256]),
+    st.lists(st.tuples(st.sets(st.integers(0, 60), min_size=1), st.booleans()), max_size=30),
+)
+@settings(deadline=None)
+def test_many_at_once_are_as_many_one_by_one(
+    buckets: int, steps: list[tuple[set[int], bool]]
+) -> None:
+    pages, here = table(buckets), set[int]()
+    for some, add in steps:
+        going = sorted(some - here if add else some & here)
+        (pages.add if add else pages.remove)(b"".join(map(key, going)), HERE)
+        here = here | some if add else here - some
+        assert all(pages.may_have(key(n), HERE) for n in here)
+    pages.remove(b"".join(map(key, sorted(here))), HERE)
+    assert not any(pages.may_have(key(n), HERE) for n in range(60))
+
+
 def test_a_page_of_another_pool_or_namespace_is_not_there() -> None:
     pages = table(1024)
     pages.add(key(1), HERE)
