@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from tierd.cli.demo_processes import Line, running_daemon, running_group
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
 from tierd.cli.status import fetch
-from tierd.cli.tables import print_whole, progress_bar
+from tierd.cli.tables import finished_rows, print_whole, progress_bar
 from tierd.wire.errors import ConfigError
 
 EPILOG = """
@@ -54,12 +53,14 @@ def soak(
     gpus = visible_gpus() if device != "host" else []
     if device == "cuda" and not gpus:
         raise ConfigError("--device cuda: CUDA sees no GPU here; choose `--device host`")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     serve = ["--memory", MEMORY, "--no-memory-check", "--devices", gpus[0] if gpus else "host"]
     serve += ["--log-level", "warning"]
     samples: list[bench.Sample] = []
+    engine: dict[str, int] = {}
+    where = gpus[0] if gpus else "host backend"
     started = time.monotonic()
     with (
+        finished_rows(lambda: _print(samples, engine, where, as_json)),
         tempfile.TemporaryDirectory(prefix="tierd-bench-") as name,
         progress_bar() as progress,
     ):
@@ -82,16 +83,23 @@ def soak(
                 [command], [directory / "engine.log"], on_progress, minutes * 60 + END_S
             ) as (result,),
         ):
-            pass
-    found = bench.trends(samples)
+            engine |= result
+
+
+def _print(samples: list[bench.Sample], engine: dict[str, int], where: str, as_json: bool) -> None:
+    """Args: `engine`: what it says at its end; empty if it was cut off."""
+    found: list[bench.Trend] = []
+    try:
+        found = bench.trends(samples)
+    except ValueError as error:
+        print(error, file=sys.stderr)
     if as_json:
         rows = [dataclasses.asdict(trend) for trend in found]
-        typer.echo(json.dumps({"engine": result, "trends": rows}, indent=2))
+        typer.echo(json.dumps({"engine": engine, "trends": rows}, indent=2))
         return
-    print(
-        f"{os.cpu_count()} cores; {gpus[0] if gpus else 'host backend'}; {minutes:g} minutes: "
-        + ", ".join(f"{value:,} {what}" for what, value in result.items())
-    )
+    minutes = samples[-1].at_s / 60 if samples else 0.0
+    counts = [f"{value:,} {what}" for what, value in engine.items()] or ["cut off"]
+    print(f"{os.cpu_count()} cores; {where}; {minutes:.1f} minutes: {', '.join(counts)}")
     print_whole(bench.as_table(found))
 
 
