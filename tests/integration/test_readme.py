@@ -61,3 +61,13 @@ def test_every_file_that_it_names_is_there() -> None:
 def test_every_setting_is_in_its_table() -> None:
     for name in ServeOptions.__dataclass_fields__:
         assert f"\n| `{name.replace('_', '-')}` |" in README
+
+
+def test_a_packages_page_names_every_module_of_it() -> None:
+    for page in ("control", "copier", "eviction", "memory"):
+        package = ROOT / "tierd" / page
+        text = (package / "README.md").read_text()
+        modules = {file.name for file in package.glob("*.py") if not file.name.startswith("__")}
+        named = set(re.findall(r"`(\w+\.py)`", text))
+        assert modules <= named, page
+        assert all(list(ROOT.glob(f"*/**/{name}")) for name in named), page

@@ -8,10 +8,11 @@ from pathlib import Path
 from descriptors import descriptors_left
 from tierd_client.link import Link, LinkState
 
+from tierd.wire.limits import PROTOCOL_VERSION
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec, Register
 
 REGISTER = Register(
-    protocol=2,
+    protocol=PROTOCOL_VERSION,
     software="",
     instance="engine",
     rank=0,

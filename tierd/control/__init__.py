@@ -1,7 +1,7 @@
 """The control process: every decision, no CUDA, one event loop.
 
-`catalog`, `backups`, `leases`, `room` and `stock` decide; `members` and the two desks turn
-messages into decisions and decisions into messages; `server` and `copiers` carry out. Nothing runs
-for long: whatever has many pages is done a few at a time, and between two slices of such steps
-`server` receives lookups and restores and answers them.
+`backups`, `leases`, `pages`, `room` and `stock` decide; `members` and the desks turn messages into
+decisions and decisions into messages; `server` and `copiers` carry them out. Nothing runs for
+long: whatever has many pages is done a few at a time, and in between `server` answers lookups and
+restores. README.md names every module, and follows a backup and a restore through them.
 """

@@ -36,7 +36,7 @@ class CopierDesk:
             for message, fds in copier.channel.receive():
                 copier.pulse.heard()
                 close_all(fds)
-                self._on_copier(copier, message, now)
+                self._on_copier(copier, message)
         except ChannelClosed:
             copier.end()
         except ProtocolError as error:
@@ -70,7 +70,7 @@ class CopierDesk:
                 )
                 copier.end()
 
-    def _on_copier(self, copier: Copier, message: messages.FromCopier, now: float) -> None:
+    def _on_copier(self, copier: Copier, message: messages.FromCopier) -> None:
         if isinstance(message, messages.JobDone):
             job = copier.retire(message)
             if job is not None:

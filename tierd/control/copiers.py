@@ -1,7 +1,7 @@
 """Copier processes: started, watched, ended and started again.
 
-Thin: it knows processes and conversations. Which chunks, sessions and jobs a copier has, and what
-their loss means, is kept here as plain fields and decided in `tierd.control.server`.
+Thin: it knows processes and conversations. Which chunks and jobs a copier has is kept here as plain
+fields; what their loss means is decided in `tierd.control.copier_desk`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Chunk:
 class ChunkRows:
     """The chunks of one pool: row i holds slots i * chunk_slots and on, one chunk a shard.
 
-    Writes the slot headers of all shards (see `tierd.control.catalog.SlotRecords`).
+    Writes the slot headers of all shards (see `tierd.control.pages.SlotRecords`).
     """
 
     def __init__(self, host: HostLayout) -> None:

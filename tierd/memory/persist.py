@@ -110,7 +110,8 @@ class PersistDirectory:
         os.unlink(_COPIERS, dir_fd=self._fd)
         os.close(self._lock)
         self._lock = self._open_lock()
-        return _locked(self._lock) and False
+        _locked(self._lock)  # a new file: nobody else has it
+        return False
 
     @property
     def copiers_lock(self) -> int:
