@@ -1,7 +1,8 @@
 """Pages of 2 MiB under the chunks, of a hugetlbfs that outlives the daemon and without a name:
 every byte comes back, and where too few are reserved nobody is killed for it.
 
-Each test holds back all but as many huge pages as it is about, so others find none meanwhile.
+Each test holds back all but as many huge pages as it is about, so others find none meanwhile; a
+daemon that others start in the same second, and that takes huge pages, can spoil one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import pytest
 from tier_harness import DEADLINE_S, Daemon, Engine, Shape, eventually, is_dead, running
 
 from tierd.memory.filesystems import huge_page_bytes
-from tierd.memory.hugepages import MIB_2, Reserved, reserved_pages
+from tierd.memory.hugepages import GIB_1, MIB_2, Reserved, reserved_pages
 from tierd.memory.persist import SPARE_RECORDS
+from tierd.memory.source import AnonymousMemory
 from tierd.wire.geometry import CHUNK_BYTES
 
 Engines = Callable[..., Engine]
@@ -157,6 +159,25 @@ def test_a_daemon_that_was_promised_too_many_huge_pages_serves_with_those_there_
 
 
 # --- files without a name ---------------------------------------------------------------------
+
+
+def test_a_file_in_huge_pages_has_them_set_aside(only: Callable[[int], None]) -> None:
+    only(4)
+    memory = AnonymousMemory({GIB_1: GIB_1, MIB_2: 2 * MIB_2})
+    file = memory.create(1, 2 * MIB_2)
+    assert file.page_bytes == MIB_2
+    assert free_pages() == 2
+    more = memory.create(2, 2 * MIB_2)
+    assert more.page_bytes == mmap.PAGESIZE, "no more was to be taken"
+    with mmap.mmap(file.fd, 2 * MIB_2) as mapped:
+        mapped[MIB_2] = 7
+    for fd in (file.fd, more.fd):
+        os.close(fd)
+    assert free_pages() == 4
+    memory.discard(1)
+    again = memory.create(3, 2 * MIB_2)
+    assert again.page_bytes == MIB_2
+    os.close(again.fd)
 
 
 def test_memory_in_huge_pages_serves_and_outlives_its_copier(

@@ -103,28 +103,6 @@ def test_a_file_is_in_ordinary_pages_where_no_huge_ones_are_left() -> None:
     os.close(file.fd)
 
 
-@pytest.mark.skipif(
-    reserved_pages().get(MIB_2, Reserved(0, 0)).free < 2, reason="no huge pages are reserved here"
-)
-def test_a_file_in_huge_pages_has_them_set_aside() -> None:
-    before = reserved_pages()[MIB_2].free
-    memory = AnonymousMemory({GIB_1: GIB, MIB_2: 2 * MIB_2})
-    file = memory.create(1, 2 * MIB_2)
-    assert file.page_bytes == MIB_2
-    assert reserved_pages()[MIB_2].free == before - 2
-    more = memory.create(2, 2 * MIB_2)
-    assert more.page_bytes == mmap.PAGESIZE, "no more was to be taken"
-    with mmap.mmap(file.fd, 2 * MIB_2) as mapped:
-        mapped[MIB_2] = 7
-    for fd in (file.fd, more.fd):
-        os.close(fd)
-    assert reserved_pages()[MIB_2].free == before
-    memory.discard(1)
-    again = memory.create(3, 2 * MIB_2)
-    assert again.page_bytes == MIB_2
-    os.close(again.fd)
-
-
 def test_the_store_counts_what_it_has_made_and_stops_at_its_budget() -> None:
     store = ChunkStore(2 * CHUNK_BYTES, AnonymousMemory())
     chunks = [store.create(CHUNK_BYTES, "host:0") for _ in range(3)]
