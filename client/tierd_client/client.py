@@ -459,6 +459,8 @@ class TierClient:
         )
         reply = self._ask(message)
         if reply is None:
+            # The daemon may grant it late: whoever cancels the request ends that lease, too.
+            self._leases.remember(rid, chain, [], now, now)
             return []
         if reply.lengths:
             until = now + reply.lease_s * LEASE_MARGIN

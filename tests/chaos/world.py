@@ -41,7 +41,7 @@ PATIENCE = 0.2
 """The daemon's deadlines, so many times as long as usual."""
 BLOCKED_S = 5.0 + VERDICT_TIMEOUT_S
 """A restore's verdict is waited for so long at most: its own time, then the copier's to finish."""
-SPARE_DESCRIPTORS = 8
+SPARE_DESCRIPTORS = 2
 """Control has some for moments: a connection that is answered, a copier that is started."""
 LOADED_S = 2.0
 """What a machine with other things to do may add to a bounded wait."""
@@ -284,7 +284,8 @@ class World:
         memory = status["memory"]
         assert memory["claimed_bytes"] <= memory["total_bytes"]
         # The same daemon with as many ranks and chunks has as many descriptors as the last time.
-        chunks = memory["claimed_bytes"] // memory["chunk_bytes"]
+        # All chunks count: those that no pool has claimed yet come when nothing else happens.
+        chunks = sum(memory["by_page"].values()) // memory["chunk_bytes"]
         now = len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
         usual = self._descriptors.setdefault((self.daemon.pid, len(wanted), chunks), now)
         if now > usual + SPARE_DESCRIPTORS:

@@ -390,6 +390,24 @@ def test_a_stopped_daemon_costs_one_timeout_and_then_nothing(
     assert engine.back_up("b", 4)
 
 
+def test_a_lease_granted_after_its_lookup_had_timed_out_ends_with_the_request(
+    daemon: Daemon, engines: Engines
+) -> None:
+    engine = engines(daemon.socket, lookup_timeout_s=0.2)
+    assert engine.back_up("a", 4)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    assert engine.lookup("a", 4, rid="late") == 0
+    os.kill(daemon.pid, signal.SIGCONT)
+
+    def leased() -> int:
+        (pool,) = daemon.status()["pools"]
+        return int(pool["leased"])
+
+    eventually(lambda: leased() == 4, "it is granted all the same")
+    engine.client.cancel("late")
+    eventually(lambda: leased() == 0, "it has not to run out", timeout_s=10.0)
+
+
 def test_a_daemon_that_acks_nothing_is_given_up(daemon: Daemon, engines: Engines) -> None:
     engine = engines(daemon.socket, ack_timeout_s=0.3)
     os.kill(daemon.pid, signal.SIGSTOP)
