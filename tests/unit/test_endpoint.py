@@ -23,8 +23,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def unread_client(endpoint: Endpoint, stack: ExitStack) -> None:
-    """A client that reads nothing: what was sent to it holds the endpoint's end up."""
+def unread_client(endpoint: Endpoint, stack: ExitStack) -> zmq.Socket[bytes]:
+    """A client that reads nothing: what was sent to it holds the endpoint's end up, until it is
+    closed."""
     context = zmq.Context()
     stack.callback(context.destroy, linger=0)
     dealer = context.socket(zmq.DEALER)
@@ -37,6 +38,7 @@ def unread_client(endpoint: Endpoint, stack: ExitStack) -> None:
     route, _ = endpoint.router.recv_multipart()
     for _ in range(100):
         endpoint.router.send_multipart([route, bytes(1 << 20)])
+    return dealer
 
 
 def test_an_endpoint_that_ends_leaves_no_file(tmp_path: Path) -> None:
@@ -59,8 +61,8 @@ def test_an_endpoint_that_takes_its_time_to_end_leaves_its_successor_alone(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     old = Endpoint(tmp_path / "tierd.sock")
-    unread_client(old, stack)
-    ending = threading.Thread(target=old.close, args=(1.0,))
+    client = unread_client(old, stack)
+    ending = threading.Thread(target=old.close, args=(60.0,))
     ending.start()
     stack.callback(ending.join)
     new = None
@@ -71,7 +73,9 @@ def test_an_endpoint_that_takes_its_time_to_end_leaves_its_successor_alone(
             assert ending.is_alive(), "it was over before its successor began"
     stack.callback(new.close)
     assert ending.is_alive(), "the two overlap"
-    ending.join()
+    client.close(0)
+    ending.join(30.0)
+    assert not ending.is_alive()
     assert {file.name for file in tmp_path.iterdir()} == {"tierd.sock", "tierd.sock.zmq"}
 
 
