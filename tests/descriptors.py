@@ -18,7 +18,6 @@ Open = frozenset[tuple[int, str]]
 
 def open_descriptors(having: str = "") -> Open:
     """Number and file of each open descriptor with this in its file's name."""
-    gc.collect()
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that the folder is read through
@@ -27,7 +26,9 @@ def open_descriptors(having: str = "") -> Open:
 
 
 def opened_since(before: Open, having: str = "") -> list[tuple[int, str]]:
-    """Those that were not open before, or not of that file."""
+    """Those that were not open before, or not of that file, and are not garbage."""
+    if open_descriptors(having) - before:
+        gc.collect()
     return sorted(open_descriptors(having) - before)
 
 

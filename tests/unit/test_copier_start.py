@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
+from descriptors import open_descriptors, opened_since
 
 from tierd.control.copiers import MAX_RESTART_S, Copier, CopierState
 from tierd.control.deadlines import Deadlines
@@ -15,7 +15,7 @@ def test_a_copier_that_cannot_be_started_is_tried_again_later_and_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copier = Copier("host:0", Deadlines())
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")  # as during an upgrade
     now, pauses = 100.0, []
     for _ in range(1100):  # for hours
@@ -27,10 +27,10 @@ def test_a_copier_that_cannot_be_started_is_tried_again_later_and_later(
     assert pauses == sorted(pauses)
     assert pauses[0] > 0.0
     assert pauses[-1] == MAX_RESTART_S
-    assert sorted(os.listdir("/proc/self/fd")) == before, "no descriptor is left"
+    assert opened_since(before) == [], "no descriptor is left"
 
     monkeypatch.undo()
     copier.start(now)
     assert copier.state is CopierState.STARTING
     copier.stop(10.0)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert opened_since(before) == []
