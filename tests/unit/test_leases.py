@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tierd.control.keys import MISSING, Keys
-from tierd.control.leases import Leases, Pins, Want
+from tierd.control.leases import MAX_LEASED_KEYS, Leases, Pins, Want
 from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
@@ -48,9 +48,11 @@ def make_pool(slots: int, **chains: int) -> PagePool:
 class Group:
     """A group of two ranks that looks up and loads chains of one pool."""
 
-    def __init__(self, pool: PagePool, max_share: float = 1.0) -> None:
+    def __init__(
+        self, pool: PagePool, max_share: float = 1.0, max_keys: int = MAX_LEASED_KEYS
+    ) -> None:
         self.pool = pool
-        self.leases = Leases(lease_s=LEASE_S, max_share=max_share)
+        self.leases = Leases(lease_s=LEASE_S, max_share=max_share, max_keys=max_keys)
 
     def want(self, keys: Keys) -> Want:
         return [(self.pool, keys)]
@@ -71,6 +73,24 @@ def test_a_hit_offers_the_longest_and_some_shorter_counts_and_holds_the_pages() 
     assert pool.held == 8
     assert (pool.hits, pool.misses) == (8, 4)
     assert pool.evict(16) == 0
+
+
+def test_prompts_with_a_prefix_in_common_are_remembered_up_to_a_bound() -> None:
+    group = Group(make_pool(16, a=8), max_keys=24)
+    prompts = [Keys.of([*chain("a", 8), *chain(f"tail {n}", 2)]) for n in range(4)]
+    first, second, third, short = (f"request {n}" for n in range(4))
+    assert group.lookup(first, prompts[0])
+    assert group.lookup(second, prompts[1])
+    assert group.lookup(third, prompts[2]) == [], "two prompts of ten pages are remembered"
+    assert group.lookup(short, chain("a", 4)), "there is room for a short one"
+    assert group.lookup(second, prompts[3]), "it takes the place of the request's last lookup"
+    assert group.lookup(second, prompts[3]), "to ask again costs nothing"
+
+    group.pin(1, {first: chain("a", 8)})
+    assert group.lookup(third, prompts[2]), "one has loaded"
+    group.leases.expire(LEASE_S + 1.0)
+    assert all(group.lookup(rid, prompts[0]) for rid in (first, second))
+    assert group.lookup(third, prompts[2]) == []
 
 
 def test_a_miss_holds_nothing() -> None:

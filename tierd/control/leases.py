@@ -17,6 +17,10 @@ from tierd.eviction.policy import Slots
 
 FEW = 4
 """Boundaries that a lookup answers with, at most."""
+MAX_LEASED_KEYS = 1 << 23
+"""What the lookups behind a group's leases have asked for: control remembers some 40 bytes of each.
+Pages count against a pool's share once, however many leases hold them, so that this is what bounds
+thousands of long prompts with a prefix in common. Those beyond it miss until others have loaded."""
 
 Want = Sequence[tuple[PagePool, Keys]]
 """Per pool of a load, the keys of the pages that it restores."""
@@ -55,11 +59,16 @@ class Leases:
     Args:
         lease_s: How long a lease lasts if nothing happens.
         max_share: Leases never hold more than this share of a pool's slots.
+        max_keys: Keys that they remember together, at most.
     """
 
-    def __init__(self, *, lease_s: float, max_share: float) -> None:
+    def __init__(
+        self, *, lease_s: float, max_share: float, max_keys: int = MAX_LEASED_KEYS
+    ) -> None:
         self._lease_s = lease_s
         self._max_share = max_share
+        self._max_keys = max_keys
+        self._keys = 0
         self._leases: dict[str, Lease] = {}
         self._pins: dict[int, Pins] = {}
 
@@ -95,6 +104,8 @@ class Leases:
                 lease.expires = now + self._lease_s
                 return lease.lengths
             self._end(rid)
+        if self._keys + len(keys) > self._max_keys:
+            return []
         whole = [pool for pool in pools if not pool.window]
         windowed = [pool for pool in pools if pool.window]
         runs = [pool.prefix(keys) for pool in whole]
@@ -120,6 +131,7 @@ class Leases:
             pool.touch(slots, tick)
             pool.hold(slots)
         self._leases[rid] = Lease(pools, keys, lengths, held, now + self._lease_s)
+        self._keys += len(keys)
         return lengths
 
     def _room(self, pool: PagePool) -> int:
@@ -217,6 +229,7 @@ class Leases:
     def _end(self, rid: str) -> None:
         lease = self._leases.pop(rid, None)
         if lease is not None:
+            self._keys -= len(lease.keys)
             _release(lease.held)
 
 
