@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "integration")]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "integration")]
 
 from fuzz_targets import TARGETS  # noqa: E402
 
