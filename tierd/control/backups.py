@@ -22,6 +22,10 @@ STEP_PAGES = 128
 """Pages that are given slots, or become visible, at a time: a fraction of a millisecond."""
 
 
+MAX_WAITING_NUMBERS = 1 << 20
+"""Backups that wait for a decision, at most: a broken client must not take memory without end."""
+
+
 @dataclass(frozen=True)
 class OfferPart:
     """The pages of one pool in a rank's report: their keys, and where their numbers lie."""
@@ -40,6 +44,10 @@ class Offer:
     ticket: int
     fence: int
     parent: bytes | None
+
+    @property
+    def pages(self) -> int:
+        return sum(len(part.keys) for part in self.parts)
 
     @property
     def ring_end(self) -> int:
@@ -71,11 +79,23 @@ class Sequencer:
     Args:
         ranks: The group's ranks, each with the first number it will report.
         timeout_s: How long a number waits for the last rank.
+        max_pages: What a rank may have waiting for decisions; what is beyond is shed.
+        max_numbers: How many numbers wait; what is beyond is too late.
     """
 
-    def __init__(self, ranks: dict[int, int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: dict[int, int],
+        timeout_s: float,
+        *,
+        max_pages: int,
+        max_numbers: int = MAX_WAITING_NUMBERS,
+    ) -> None:
         self._ranks = set(ranks)
         self._timeout_s = timeout_s
+        self._max_pages = max_pages
+        self._max_numbers = max_numbers
+        self._pages = dict.fromkeys(ranks, 0)
         self._next = max(ranks.values())
         # In the order in which they were first reported.
         self._reported: OrderedDict[int, _Reported] = OrderedDict()
@@ -94,9 +114,19 @@ class Sequencer:
         if seq < self._next:
             return False
         if seq not in self._reported:
+            if len(self._reported) >= self._max_numbers:
+                return False
             self._reported[seq] = _Reported(now)
             heapq.heappush(self._order, seq)
-        self._reported[seq].offers.setdefault(rank, offer)
+        offers = self._reported[seq].offers
+        if rank in offers:
+            return True
+        if offer is not None:
+            if self._pages[rank] + offer.pages > self._max_pages:
+                offer = None
+            else:
+                self._pages[rank] += offer.pages
+        offers[rank] = offer
         return True
 
     def ready(self, now: float) -> tuple[int, dict[int, Offer] | None] | None:
@@ -116,7 +146,8 @@ class Sequencer:
 
     def decided(self, seq: int) -> None:
         """`ready`'s answer was acted on."""
-        del self._reported[heapq.heappop(self._order)]
+        for rank, offer in self._reported.pop(heapq.heappop(self._order)).offers.items():
+            self._pages[rank] -= offer.pages if offer is not None else 0
         self._next = seq + 1
 
     def drop(self) -> list[int]:
@@ -124,6 +155,7 @@ class Sequencer:
         seqs = sorted(self._reported)
         self._reported.clear()
         self._order.clear()
+        self._pages = dict.fromkeys(self._ranks, 0)
         if seqs:
             self._next = max(self._next, seqs[-1] + 1)
         return seqs

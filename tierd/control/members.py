@@ -236,7 +236,8 @@ class Members:
         if not group.complete or group.sequencer is not None:
             return
         first = {rank: session.info.next_seq for rank, session in group.sessions.items()}
-        group.sequencer = Sequencer(first, self._state.deadlines.ranks_s)
+        rings = [session.segment.spec.backup_ring for session in group.sessions.values()]
+        group.sequencer = Sequencer(first, self._state.deadlines.ranks_s, max_pages=2 * max(rings))
         group.backups = Backups(
             group.world_size, self._state.writers, lambda seq, kept: group.acks.append((seq, kept))
         )
