@@ -41,7 +41,7 @@ class Nodes(NamedTuple):
 
     Attributes:
         seqs: Their sequence numbers.
-        counts: How many of the parts are its: the next ones. None: a tombstone.
+        counts: How many of the parts are its: the next ones. 0 for a tombstone.
         parents: The key of the page before its first one: b"" if there is none, None if unknown.
         parts: Those of all nodes, one after the other.
     """

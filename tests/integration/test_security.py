@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 import tierd_client
+from registrations import REGISTER
 from tier_harness import DEADLINE_S, Daemon, Engine, eventually, keys, lifeline, running
 from tierd_client import TierClient
 
 import tierd
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ConfigError
-from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
+from tierd.wire.messages import Allocation
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 STRANGER, MEMBERS = 54321, 54322
@@ -92,27 +93,7 @@ ORDERS = [
     messages.StatusRequest(protocol=limits.PROTOCOL_VERSION),
     messages.ClearRequest(protocol=limits.PROTOCOL_VERSION),
     messages.PauseRequest(protocol=limits.PROTOCOL_VERSION, paused=True),
-    messages.Register(
-        protocol=limits.PROTOCOL_VERSION,
-        software="",
-        instance="i",
-        rank=0,
-        world_size=1,
-        namespace={},
-        epoch="",
-        device="host:0",
-        pid=1,
-        next_seq=0,
-        allocations=[Allocation(size=1)],
-        pools=[
-            PoolSpec(
-                name="kv",
-                num_pages=1,
-                page_tokens=1,
-                buffers=[BufferSpec(allocation=0, offset=0, page_stride=1, row_bytes=1, layer=0)],
-            )
-        ],
-    ),
+    REGISTER,
 ]
 
 

@@ -6,32 +6,8 @@ import socket
 from pathlib import Path
 
 from descriptors import descriptors_left
+from registrations import REGISTER
 from tierd_client.link import Link, LinkState
-
-from tierd.wire.limits import PROTOCOL_VERSION
-from tierd.wire.messages import Allocation, BufferSpec, PoolSpec, Register
-
-REGISTER = Register(
-    protocol=PROTOCOL_VERSION,
-    software="",
-    instance="engine",
-    rank=0,
-    world_size=1,
-    namespace={},
-    epoch="",
-    device="host:0",
-    pid=1,
-    next_seq=0,
-    allocations=[Allocation(size=1)],
-    pools=[
-        PoolSpec(
-            name="kv",
-            num_pages=1,
-            page_tokens=1,
-            buffers=[BufferSpec(allocation=0, offset=0, page_stride=1, row_bytes=1, layer=0)],
-        )
-    ],
-)
 
 
 def test_an_engine_without_a_descriptor_left_serves_on_without_a_tier(tmp_path: Path) -> None:
