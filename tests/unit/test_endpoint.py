@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -47,6 +48,19 @@ def test_an_endpoint_that_ends_leaves_no_file(tmp_path: Path) -> None:
     endpoint.close()
     endpoint.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_file_that_a_successor_waits_for_is_the_last_to_go(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path / "tierd.sock")
+    left: list[set[str]] = []
+
+    def removal(event: str, args: tuple[object, ...]) -> None:
+        if event == "os.remove" and str(args[0]) == str(endpoint.path):
+            left.append({file.name for file in tmp_path.iterdir()})
+
+    sys.addaudithook(removal)
+    endpoint.close()
+    assert left == [{"tierd.sock"}]
 
 
 def test_a_live_endpoint_is_not_taken_over(tmp_path: Path, stack: ExitStack) -> None:

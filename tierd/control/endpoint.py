@@ -142,11 +142,12 @@ class Endpoint:
     def close(self, linger_s: float = 0.0) -> None:
         """Remove the sockets' files and close them; what was sent may take so long to be taken.
         Idempotent."""
-        # The files first: once nobody listens, another daemon may put its own in their place.
+        # The files while we still listen, and the lifeline's last: another daemon puts its own in
+        # their place as soon as that one is gone, or answers no more.
         if self._open:
             self._open = False
-            self.path.unlink(missing_ok=True)
             self._zmq_path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         self.listener.close()
         self._context.destroy(linger=int(linger_s * 1000))
         if self._spare >= 0:
