@@ -19,7 +19,8 @@ from tierd.control.server import Control
 from tierd.control.state import State
 from tierd.copier.backend import Attachment, Chunk, SharedMemory
 from tierd.copier.host import HostBackend
-from tierd.copier.plan import Batch, Direction, Records
+from tierd.copier.operations import Records
+from tierd.copier.plan import Batch, Direction
 from tierd.copier.worker import Worker
 from tierd.wire import codec
 from tierd.wire.geometry import CHUNK_BYTES

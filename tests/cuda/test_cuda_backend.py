@@ -27,7 +27,8 @@ import pytest
 
 from tierd.channel import Channel
 from tierd.copier.backend import BackendError, Chunk, DeviceLostError, SharedMemory
-from tierd.copier.plan import OPS, Batch, Direction, Path, PoolPlan
+from tierd.copier.operations import OPS
+from tierd.copier.plan import Batch, Direction, Path, PoolPlan
 from tierd.wire import codec, layout
 from tierd.wire.geometry import HostLayout, pool_layout
 from tierd.wire.messages import Allocation, BufferSpec, CopierReady, PoolSpec, Shutdown

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tierd.copier import host, plan, records
+from tierd.copier import host, operations, plan, records
 from tierd.copier.plan import Batch, Direction, Path, PlanError, PoolPlan
 from tierd.wire.geometry import HostLayout, host_layout, pool_layout
 from tierd.wire.messages import BufferSpec, PoolSpec
@@ -375,7 +375,7 @@ def test_irregular_layers_fall_into_the_progressions_that_they_have() -> None:
     points = [(n * 1000, n * 10) for n in range(12)]
     points += [(100_000 + n * 700, 120 + n * 10) for n in range(9)]
     points += [(500_000, 210)]
-    chains = list(plan.progressions(sorted(points), 10))
+    chains = list(operations.progressions(sorted(points), 10))
     assert sorted(len(chain) for chain in chains) == [1, 9, 12]
     assert sorted(point for chain in chains for point in chain) == sorted(points)
 
@@ -400,13 +400,16 @@ def test_a_slot_beyond_its_chunk_is_refused() -> None:
     page_bytes=st.integers(1, 8 << 20),
 )
 def test_pieces_are_short_and_lose_nothing(counts: list[int], most: int, page_bytes: int) -> None:
-    runs = np.zeros(len(counts), plan.RUNS)
+    runs = np.zeros(len(counts), operations.RUNS)
     runs["pages"], runs["page"] = counts, np.arange(len(counts))
-    pieces = list(plan.cut(runs, most, page_bytes))
+    limit = 64 << 20
+    pieces = list(
+        operations.cut(runs, page_bytes, most_runs=most, most_bytes=limit, first_bytes=limit)
+    )
     assert np.concatenate([runs[:0], *pieces])["page"].tolist() == list(range(len(counts)))
     for piece in pieces:
         assert 1 <= len(piece) <= most
-        assert len(piece) == 1 or piece["pages"].sum() * page_bytes <= plan.PIECE_BYTES
+        assert len(piece) == 1 or piece["pages"].sum() * page_bytes <= limit
 
 
 def test_a_job_begins_with_short_pieces() -> None:

@@ -16,7 +16,8 @@ from tierd.copier.backend import (
     map_chunk_file,
     split_fds,
 )
-from tierd.copier.plan import Batch, Direction, Records
+from tierd.copier.operations import Records
+from tierd.copier.plan import Batch, Direction
 from tierd.wire.messages import Allocation
 
 
@@ -67,7 +68,7 @@ class HostBackend:
 
 
 def copy(direction: Direction, ops: Records) -> None:
-    """Carry out operations of dtype `plan.OPS` between two places in this process."""
+    """Carry out operations of dtype `operations.OPS` between two places in this process."""
     to_host = direction is Direction.BACKUP
     for device, host, width, depth, device_stride, host_stride in ops.tolist():
         for _ in range(depth):

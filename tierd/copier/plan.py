@@ -1,6 +1,7 @@
 """Which bytes a job moves: pages, slots and a pool's geometry in, copy operations out.
 
-Pure numpy, no device. A pool's geometry is worked out once, when its rank attaches
+Chooses a pool's copy path, the size of pieces and the groups of layers; the arithmetic is in
+`operations`. Pure numpy, no device. A pool's geometry is worked out once, when its rank attaches
 (`PoolPlan`); a job costs a handful of vectorised steps.
 """
 
@@ -11,53 +12,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.copier.operations import (
+    I64,
+    NO_OPS,
+    PROGRESSIONS,
+    U64,
+    Records,
+    cut,
+    merge,
+    one_by_one,
+    operations,
+    progressions,
+    split_rows,
+)
 from tierd.wire.errors import TierdError
 from tierd.wire.geometry import HostLayout
 from tierd.wire.messages import PoolSpec
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-Records = npt.NDArray[np.void]
-
-OPS = np.dtype(
-    [
-        ("device", "<u8"),
-        ("host", "<u8"),
-        ("width", "<u8"),
-        ("depth", "<u8"),
-        ("device_stride", "<u8"),
-        ("host_stride", "<u8"),
-    ]
-)
-"""One strided copy: row i of `depth` rows, `width` bytes wide, lies at device + i * device_stride
-and at host + i * host_stride. Both strides are at least `width` where `depth` is over 1."""
-
-NO_OPS = np.zeros(0, OPS)
-
-RUNS = np.dtype([("page", "<u8"), ("block", "<u8"), ("position", "<u8"), ("pages", "<u8")])
-"""`pages` consecutive pages from `page` on, at consecutive positions of the host block at address
-`block`."""
-
-PROGRESSIONS = np.dtype(
-    [
-        ("device", "<u8"),
-        ("host_offset", "<u8"),
-        ("row_bytes", "<u8"),
-        ("page_stride", "<u8"),
-        ("depth", "<u8"),
-        ("device_stride", "<u8"),
-        ("host_stride", "<u8"),
-    ]
-)
-"""Equal rows at one constant stride inside one device allocation. Page p of member i lies at
-device + i * device_stride + p * page_stride, and at host_offset + i * host_stride of a host block,
-row_bytes further for each position."""
 
 BOX_DEPTH = 8
 """Rows that a box needs to be worth its price: one operation of the 3D batch call costs 2.5-3.3 us,
@@ -86,9 +62,6 @@ BOX_BYTES = 160 << 10
 """What the link carries in the 3 us that a box costs beside its bytes (README)."""
 GROUPING_SHARE = 1 / 12
 """Each group cuts every box once more. All those together may cost this share of a restore."""
-
-_LOOKAHEAD = 16
-"""Second members tried for a progression; a layer has at most a few buffers of one shape."""
 
 
 class PlanError(TierdError):
@@ -263,7 +236,13 @@ class PoolPlan:
         else:
             most_runs = max(1, PIECE_BOXES // len(group.progressions))
         first = FIRST_PIECE_BYTES if begins else PIECE_BYTES
-        return cut(runs, most_runs, group.page_bytes, first)
+        return cut(
+            runs,
+            group.page_bytes,
+            most_runs=most_runs,
+            most_bytes=PIECE_BYTES,
+            first_bytes=first,
+        )
 
     def _fold(self, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
         host = self.host
@@ -293,87 +272,6 @@ def check_range(what: str, values: npt.NDArray[Any], end: int) -> None:
     if len(values) and not (int(values.min()) >= 0 and int(values.max()) < end):
         outside = values[(values < 0) | (values >= end)]
         raise PlanError(f"{what} {int(outside[0])} is out of range; the end is {end}")
-
-
-def merge(pages: U64, blocks: U64, positions: U64, *, join: bool = True) -> Records:
-    """Merge pages that are adjacent on the device and in one block; with `join` false, none.
-
-    Args: three arrays of shape (n,): page number, address of its block, its place in the block.
-    Returns: dtype RUNS, a block's in the order of their positions.
-    """
-    if not len(pages):
-        return np.zeros(0, RUNS)
-    same = blocks[1:] == blocks[:-1]
-    # A chain's slots mostly come in order, and to sort them all the same costs more than the rest.
-    if join and (same & (positions[1:] <= positions[:-1])).any():
-        order = np.lexsort((positions, blocks))
-        pages, blocks, positions = pages[order], blocks[order], positions[order]
-        same = blocks[1:] == blocks[:-1]
-    joined = join & same
-    joined &= pages[1:] == pages[:-1] + np.uint64(1)
-    joined &= positions[1:] == positions[:-1] + np.uint64(1)
-    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-    runs = np.zeros(len(starts), RUNS)
-    runs["page"], runs["block"], runs["position"] = pages[starts], blocks[starts], positions[starts]
-    runs["pages"][:-1] = starts[1:] - starts[:-1]
-    runs["pages"][-1] = len(pages) - starts[-1]
-    return runs
-
-
-def cut(
-    runs: Records, most_runs: int, page_bytes: int, first_bytes: int = PIECE_BYTES
-) -> Iterator[Records]:
-    """Slices of `runs` with at most `most_runs` of them, at least one, and about PIECE_BYTES: the
-    first one `first_bytes`, each of the next twice as much as the one before, up to that."""
-    ends = np.cumsum(runs["pages"]) * np.uint64(page_bytes)
-    start = moved = 0
-    size = first_bytes
-    while start < len(runs):
-        fits = int(np.searchsorted(ends, moved + size, side="right"))
-        end = max(start + 1, min(fits, start + most_runs))
-        yield runs[start:end]
-        start, moved = end, int(ends[end - 1])
-        size = min(2 * size, PIECE_BYTES)
-
-
-def operations(folded: Records, runs: Records) -> Records:
-    """One operation for each progression and run. Shape: (n,), dtype OPS.
-
-    A run of several pages makes sense only where their rows are adjacent on the device.
-    """
-    each = folded[:, None]
-    ops: Records = np.zeros((len(folded), len(runs)), OPS)
-    ops["device"] = each["device"] + runs["page"] * each["page_stride"]
-    place = runs["block"] + each["host_offset"]
-    ops["host"] = place + runs["position"] * each["row_bytes"]
-    ops["width"] = runs["pages"] * each["row_bytes"]
-    for name in ("depth", "device_stride", "host_stride"):
-        ops[name] = each[name]
-    ops = ops.reshape(-1)
-    # Rows that follow each other without a gap on both sides are one longer row.
-    dense = (ops["device_stride"] == ops["width"]) & (ops["host_stride"] == ops["width"])
-    ops["width"][dense] *= ops["depth"][dense]
-    ops["depth"][dense] = 1
-    return ops
-
-
-def split_rows(ops: Records) -> Records:
-    """The same bytes with a depth of 1."""
-    if not len(ops) or int(ops["depth"].max()) == 1:
-        return ops
-    rows, step = one_by_one(ops)
-    rows["device"] += step * rows["device_stride"]
-    rows["host"] += step * rows["host_stride"]
-    return rows
-
-
-def one_by_one(deep: Records) -> tuple[Records, U64]:
-    """A copy of each record for each of its rows, with a depth of 1, and the row's number."""
-    counts = deep["depth"].astype(np.int64)
-    rows: Records = np.repeat(deep, counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    rows["depth"] = 1
-    return rows, (np.arange(len(rows)) - first).astype(np.uint64)
 
 
 def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
@@ -408,29 +306,3 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
         if (boxes(groups) - uncut) * BOX_BYTES <= total * GROUPING_SHARE:
             return groups
     return whole
-
-
-def progressions(points: Sequence[tuple[int, int]], widest: int) -> Iterator[list[tuple[int, int]]]:
-    """Split sorted (device, host) points into few arithmetic progressions.
-
-    Both steps are at least `widest`: no row that merging can make reaches into the next one.
-    The longest that begins at the lowest point is taken first: not always the fewest, but exact
-    for layers that lie at one stride, and quick.
-    """
-    left = dict.fromkeys(points)
-    while left:
-        candidates = list(islice(left, _LOOKAHEAD + 1))
-        device, offset = first = candidates[0]
-        best = [first]
-        for second in candidates[1:]:
-            step = second[0] - device, second[1] - offset
-            if step[0] < widest or step[1] < widest:
-                continue
-            members = [first]
-            while (following := (members[-1][0] + step[0], members[-1][1] + step[1])) in left:
-                members.append(following)
-            if len(members) > len(best):
-                best = members
-        for member in best:
-            del left[member]
-        yield best

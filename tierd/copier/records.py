@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from tierd.copier.plan import U64, Direction, Records, split_rows
+from tierd.copier.operations import U64, Records, split_rows
+from tierd.copier.plan import Direction
 
 BOX = np.dtype(
     [
@@ -58,7 +59,7 @@ def boxes(ops: Records, direction: Direction) -> Records:
     A side's stride is row length x layer height with a height of 1 used. A stride for which no
     row length serves (see `row_lengths`) makes its operation fall apart into rows.
 
-    Args: `ops`: dtype `plan.OPS`, shape (n,).
+    Args: `ops`: dtype `operations.OPS`, shape (n,).
     Returns: dtype BOX, shape (m,), m >= n.
     """
     device = row_lengths(ops["device_stride"], ops["width"])

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
+from tierd.copier.operations import I64, NO_OPS, U64, Records
 from tierd.copier.plan import (
-    I64,
-    NO_OPS,
-    U64,
     Batch,
     Direction,
     PlanError,
     PoolPlan,
-    Records,
     layer_groups,
 )
 from tierd.copier.verify import Bad, Places

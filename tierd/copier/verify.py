@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierd.copier.plan import U64
+from tierd.copier.operations import U64
 from tierd.wire import layout
 from tierd.wire.geometry import HostLayout
 
