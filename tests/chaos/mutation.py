@@ -22,6 +22,11 @@ EDGES = [
 TEXTS = ["", "a", "\0", "x" * 256, "x" * 257, "x" * 5000, "host:0", "GPU-0", "é" * 300, "../.."]
 SHALLOW = 20
 BLOB_SIZES = [0, 1, 7, 8, 31, 32, 33, 63, 64, 65, 4096]
+NESTED = 100
+"""Lists in a list that one change makes. All changes of a message together must be no deeper than
+what changes and encodes them may call itself."""
+DEEP = b"\x91" * 3000
+"""The beginning of a list in a list, encoded, deeper than anything decodes."""
 
 
 class Mutator:
@@ -55,12 +60,12 @@ class Mutator:
         return data[:at] + bytes([int(self._rng.random() * 256)]) + data[at + 1 :]
 
     def damage(self, data: bytes) -> bytes:
-        """Bytes changed, dropped, doubled, inserted, or cut off."""
+        """Bytes changed, dropped, doubled, inserted, cut off, or nested."""
         rng = self._rng
         spoilt = bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 5))):
             at = rng.randrange(len(spoilt) + 1)
-            kind = rng.randrange(5)
+            kind = rng.randrange(6)
             if kind == 0 and at < len(spoilt):
                 spoilt[at] = rng.randrange(256)
             elif kind == 1:
@@ -69,6 +74,8 @@ class Mutator:
                 spoilt[at:at] = spoilt[at : at + rng.randint(1, 9)]
             elif kind == 3:
                 spoilt[at:at] = rng.randbytes(rng.randint(1, 5))
+            elif kind == 4:
+                spoilt[at:at] = DEEP
             else:
                 del spoilt[at:]
         return bytes(spoilt)
@@ -154,7 +161,7 @@ class Mutator:
             dict,
             lambda: [rng.choice(EDGES) for _ in range(3)],
             lambda: 1.5,
-            lambda: _nest(rng.choice((3, 100, 3000))),
+            lambda: _nest(rng.choice((3, NESTED))),
             lambda: _copy(rng.choice(donors)) if donors else None,
         ]
         return rng.choice(makers)()
@@ -193,7 +200,7 @@ def _lists(value: Any) -> Iterator[list[Any]]:
 
 def _nest(depth: int) -> Any:
     value: Any = 0
-    for _ in range(min(depth, 900)):  # what our own encoder can write
+    for _ in range(depth):
         value = [value]
     return value
 
