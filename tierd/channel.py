@@ -60,10 +60,12 @@ class Channel(Generic[T]):
         self.closed = False
 
     def fileno(self) -> int:
+        """The socket's descriptor, to be polled; -1 once the channel is closed."""
         return self._sock.fileno()
 
     @property
     def wants_write(self) -> bool:
+        """Does something wait for the socket to take it? `flush` when it is writable."""
         return bool(self._out)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:

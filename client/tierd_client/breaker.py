@@ -55,5 +55,6 @@ class Breaker:
         return self._mute_s
 
     def answered(self) -> None:
+        """A question was answered in time."""
         self._mute_s = self._timeout_s
         self._silent_at = None

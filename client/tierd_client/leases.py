@@ -78,4 +78,5 @@ class Leases:
         return self._leases.pop(rid, None) is not None
 
     def clear(self) -> None:
+        """No request has a lease any more."""
         self._leases.clear()

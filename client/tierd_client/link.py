@@ -36,6 +36,9 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class LinkState(enum.Enum):
+    """DOWN: nobody is there, or has refused. REGISTERING: the daemon has yet to answer. UP: it has
+    let the rank in."""
+
     DOWN = "down"
     REGISTERING = "registering"
     UP = "up"
@@ -48,11 +51,13 @@ class ProcessHandle:
         self.pidfd = pidfd
 
     def is_dead(self) -> bool:
+        """Has it ended? Never waits."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def wait_dead(self, timeout_s: float) -> bool:
+        """Wait up to so many seconds. Returns: whether it has ended."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
@@ -241,6 +246,7 @@ class Link:
         self._next_try = time.monotonic() + self._retry_s
 
     def close(self) -> None:
+        """End the connection for good. Idempotent."""
         self.drop()
         self._context.destroy(linger=0)
 

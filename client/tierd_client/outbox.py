@@ -134,6 +134,7 @@ class Outbox:
 
     @property
     def pending(self) -> int:
+        """Backups whose outcome the caller has not had."""
         return len(self._node_ids)
 
     def offer(

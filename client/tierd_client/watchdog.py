@@ -109,6 +109,7 @@ class Watchdog:
 
     @property
     def pid(self) -> int:
+        """Of the process that runs now, or has run last."""
         return self._process.pid
 
     def _start_again(self) -> bool:
@@ -217,6 +218,7 @@ def run(
 
 
 def main() -> None:
+    """The watchdog's own process: its arguments are descriptors that it inherits."""
     parser = argparse.ArgumentParser(prog="python -m tierd_client.watchdog", description=__doc__)
     for name in ("segment_fd", "socket_fd", "engine_pidfd"):
         parser.add_argument(name, type=int)

@@ -532,7 +532,7 @@ class Interleavings(RuleBasedStateMachine):
         for group in range(2):
             assert self.answered[group] == list(range(len(self.offers[group])))
         assert len(self.writers) == 0
-        self.pool.clear()
+        self.pool.evict(self.pool.pages)
         assert self.pool.free_slots == self.pool.capacity
 
 

@@ -261,12 +261,12 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in used:
             assert self.pool.find(self.records.keys[slot]) == slot
             committed = self.records.state[slot] == "committed"
-            assert self.pool.is_committed(slot) == committed
+            assert self.pool.are_committed(np.array([slot])) == committed
 
     @invariant()
     def held_pages_stay(self) -> None:
         for slots in self.holds:
-            assert all(self.pool.is_committed(int(slot)) for slot in slots)
+            assert self.pool.are_committed(np.array(slots, np.int64))
 
     @invariant()
     def links_lead_to_pages_that_are_here(self) -> None:
@@ -284,7 +284,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.let_go()
         for slots in self.writing:
             self.pool.abort(slots)
-        self.pool.clear()
+        self.pool.evict(self.pool.pages)
         assert self.pool.free_slots == self.pool.capacity
         assert self.pool.held == 0
 

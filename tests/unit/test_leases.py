@@ -339,7 +339,7 @@ class Requests(RuleBasedStateMachine):
         for pins, _ in self.running.values():
             for held in pins.plan or ():
                 for pool, slots in held:
-                    assert all(pool.is_committed(slot) for slot in slots.tolist())
+                    assert pool.are_committed(slots)
 
     def teardown(self) -> None:
         for number, (_, left) in list(self.running.items()):
@@ -348,7 +348,7 @@ class Requests(RuleBasedStateMachine):
         self.group.leases.end_all()
         assert self.pool.held == 0
         assert self.group.leases.restoring == 0
-        self.pool.clear()
+        self.pool.evict(self.pool.pages)
         assert self.pool.free_slots == self.pool.capacity
 
 

@@ -29,6 +29,7 @@ class Size:
     share: float = 0.0
 
     def of(self, trace: Trace) -> int:
+        """How many pages that is of a trace."""
         return round(self.share * trace.pages) if self.share else self.pages
 
 

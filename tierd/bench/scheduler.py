@@ -65,6 +65,7 @@ def load_line(load: Mapping[str, float]) -> str:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
+    """Where this ran, in words."""
     where = machine["gpu"] or "no GPU: a comparison on one machine, not a result"
     return (
         f"{machine['cpus']} cores, {where}; SGLang {machine['sglang']}, torch {machine['torch']}, "

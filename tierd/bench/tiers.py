@@ -26,7 +26,7 @@ class HostTier(Protocol):
 
 
 class ChainTier:
-    """`tierd.control.catalog.PagePool`, used as control uses it.
+    """`tierd.control.pages.PagePool`, used as control uses it.
 
     A backup offers the pages that were not on the GPU before, and names the page they follow. If
     that page is not here, the backup goes back to the last one that is.

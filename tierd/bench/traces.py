@@ -60,6 +60,7 @@ class TraceBuilder:
         self._trace.requests.append(chain)
 
     def build(self) -> Trace:
+        """The trace of what was added; more may follow."""
         self._trace.pages = len(self._numbers)
         return self._trace
 

@@ -173,6 +173,7 @@ class WireRank:
             message = self._next(0.0)
 
     def close(self) -> None:
+        """Leave the daemon."""
         self.lifeline.close()
         self._context.destroy(linger=0)
         for fd in self._fds:

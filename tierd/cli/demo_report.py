@@ -90,6 +90,7 @@ def failures(report: Figures) -> list[str]:
 
 
 def as_table(report: Figures) -> Table:
+    """The report as `tierd demo` prints it."""
     table = Table(title="tierd demo", title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -27,6 +27,7 @@ def render_status(data: Mapping[str, Any]) -> RenderableType:
 
 
 def hit_rate(hits: int, misses: int) -> str:
+    """The share of hits, such as "84.2%"; "-" where nothing was asked for."""
     return f"{hits / (hits + misses):.1%}" if hits + misses else "-"
 
 

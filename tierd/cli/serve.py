@@ -235,6 +235,7 @@ def announce(settings: config.ServeConfig) -> None:
 
 
 def tell_systemd(state: str) -> None:
+    """`notify_systemd`, to the manager that the environment names, if there is one."""
     notify_systemd(state, os.environ.get("NOTIFY_SOCKET"))
 
 

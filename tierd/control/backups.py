@@ -47,6 +47,7 @@ class Offer:
 
     @property
     def pages(self) -> int:
+        """Pages of all its parts."""
         return sum(len(part.keys) for part in self.parts)
 
     @property
@@ -107,6 +108,7 @@ class Sequencer:
         return len(self._reported)
 
     def oldest_s(self, now: float) -> float:
+        """How long the oldest undecided number has waited, seconds; 0 if there is none."""
         return now - next(iter(self._reported.values())).first if self._reported else 0.0
 
     def report(self, rank: int, seq: int, offer: Offer | None, now: float) -> bool:
@@ -248,6 +250,7 @@ class Placement:
         return known
 
     def proceed(self) -> None:
+        """The next pages have got their slots."""
         self._steps.popleft()
         self._absent_at = -1
 
@@ -275,12 +278,15 @@ class Writers:
         return sum(map(len, self._writers.values()))
 
     def of(self, pool: PagePool, slot: int) -> Piece:
+        """The piece that writes a slot which is WRITING."""
         return self._writers[id(pool)][slot]
 
     def add(self, piece: Piece) -> None:
+        """A piece begins to write its slots."""
         self._writers[id(piece.pool)].update(dict.fromkeys(piece.slots.tolist(), piece))
 
     def remove(self, piece: Piece) -> None:
+        """A piece has written its slots, or given them up."""
         writers = self._writers[id(piece.pool)]
         for slot in piece.slots.tolist():
             del writers[slot]

@@ -13,8 +13,11 @@ from tierd.wire.presence import Salt
 class Presence(Protocol):
     """Shows which pages there are."""
 
-    def add(self, keys: bytes, salt: Salt) -> None: ...
-    def remove(self, keys: bytes, salt: Salt) -> None: ...
+    def add(self, keys: bytes, salt: Salt) -> None:
+        """Pages of the pool that `salt` stands for can be hit. `keys`: 32 bytes each."""
+
+    def remove(self, keys: bytes, salt: Salt) -> None:
+        """They are gone."""
 
 
 class Catalog:

@@ -216,6 +216,7 @@ class Copier:
         return self._deadlines.silent_s
 
     def ready(self, detail: dict[str, Any]) -> None:
+        """The process can work. `detail`: facts about its device, for `tierd status`."""
         self.state = CopierState.READY
         self.pulse = Pulse(self._deadlines.quiet_s)
         self.detail = detail

@@ -41,6 +41,7 @@ class Inbound:
 
     @property
     def unseen(self) -> int:
+        """Backups of the message that are still to be noted."""
         return len(self.message.seqs) - self.row if isinstance(self.message, Flush) else 1
 
     @property
@@ -66,6 +67,7 @@ class Inbox:
 
     @property
     def first(self) -> Inbound:
+        """The message that is looked at next; there must be one."""
         return self._messages[0]
 
     @property
@@ -118,6 +120,7 @@ class Session:
     """How many of its messages have made no sense."""
 
     def pool_index(self, name: str) -> int:
+        """The index of a registered pool, by its name."""
         return next(i for i, pool in enumerate(self.info.pools) if pool.name == name)
 
     def pool_name(self, index: int) -> str:
@@ -137,6 +140,7 @@ class Session:
             self.segment.set_verdict(entry, generation, False)
 
     def close(self) -> None:
+        """End the lifeline and close what the rank exported. Idempotent."""
         self.channel.close()
         close_all(self.fds)
         self.fds = []
@@ -230,6 +234,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
+        """Is every rank registered, and has been told so?"""
         return len(self.sessions) == self.world_size and all(
             session.welcomed for session in self.sessions.values()
         )
@@ -268,6 +273,7 @@ class Group:
             self.placing = None
 
     def digest(self, epoch: str) -> bytes:
+        """The name of this engine's namespace in an epoch (`geometry.namespace_digest`)."""
         return namespace_digest(self.namespace, self.world_size, self.pools, epoch)
 
     def check_epoch(self, epoch: str) -> None:

@@ -39,6 +39,7 @@ class Keys(Sequence[bytes]):
 
     @staticmethod
     def of(keys: Iterable[bytes]) -> Keys:
+        """These keys in a row."""
         return Keys(b"".join(keys))
 
     def __len__(self) -> int:
@@ -75,6 +76,7 @@ class Keys(Sequence[bytes]):
         return np.frombuffer(self.blob, np.uint64).reshape(-1, _WORDS)
 
     def split(self) -> list[bytes]:
+        """Each key as an object of its own."""
         blob = self.blob
         return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
 
@@ -108,6 +110,7 @@ class KeyIndex:
         self._used = grown(self._used, capacity)
 
     def get(self, key: bytes) -> int | None:
+        """The slot of one key; None if it is not here."""
         return self._shards[key[0]].get(key)
 
     def keys_of(self, slots: Slots) -> Keys:

@@ -320,4 +320,5 @@ class Members:
 
 
 def refused(error: object) -> messages.Refused:
+    """The refusal that a client gets; its reason is cut to what the wire carries."""
     return messages.Refused(reason=str(error)[:4096], protocol=limits.PROTOCOL_VERSION)

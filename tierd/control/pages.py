@@ -48,8 +48,11 @@ class SlotRecords(Protocol):
         """Pages take slots. Per slot: its page's key, the key of the page before it, and what is
         known of that (`layout.PARENT_KNOWN`, `HAS_PARENT`). Slots are ascending in all calls."""
 
-    def committed(self, slots: Slots) -> None: ...
-    def freed(self, slots: Slots) -> None: ...
+    def committed(self, slots: Slots) -> None:
+        """All shards of the pages in these slots are in place."""
+
+    def freed(self, slots: Slots) -> None:
+        """There is no page in these slots any more."""
 
 
 class PagePool:
@@ -116,6 +119,7 @@ class PagePool:
 
     @property
     def free_slots(self) -> int:
+        """Slots that can be given to pages now."""
         return self._free
 
     @property
@@ -198,10 +202,6 @@ class PagePool:
         self.evictions += gone
         return gone
 
-    def clear(self) -> int:
-        """Evict everything that nobody holds."""
-        return self.evict(len(self._state))
-
     # --- pages --------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> int | None:
@@ -218,9 +218,6 @@ class PagePool:
         here = slots[slots != MISSING]
         writing: Slots = here[self._state[here] == WRITING]
         return writing
-
-    def is_committed(self, slot: int) -> bool:
-        return bool(self._state[slot] == COMMITTED)
 
     def are_committed(self, slots: Slots) -> bool:
         """Can all of these be hit?"""
@@ -285,10 +282,12 @@ class PagePool:
         self.policy.touch(slots[~free], 0)
 
     def hold(self, slots: Slots) -> None:
+        """Keep pages from eviction until as many calls of `release`. One may be named twice."""
         self._held += len(_distinct(slots[self._holds[slots] == 0]))
         self._holds[slots] += 1
 
     def release(self, slots: Slots) -> None:
+        """Undo a `hold` of these pages."""
         self._holds[slots] -= 1
         left = _distinct(slots[self._holds[slots] == 0])
         self._held -= len(left)

@@ -63,6 +63,7 @@ class RoomKeeper:
 
     @property
     def store(self) -> ChunkStore:
+        """Every chunk there is, and the budget."""
         return self.stock.store
 
     @property

@@ -152,6 +152,7 @@ class Control:
     # --- life ---------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[], None]) -> int:
+        """Start the copiers and serve until told to stop; arguments and result as of `serve`."""
         with self._signal_handlers():
             for copier in self._state.copiers.values():
                 copier.start(time.monotonic())

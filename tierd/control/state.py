@@ -136,6 +136,10 @@ class State:
         deadline_s: float,
         restore: int | None = None,
     ) -> Job:
+        """Note a job of a session's copier, which is killed if that has not retired by then.
+
+        Args: `done`, `restore`: as of `Job`.
+        """
         job = Job(self.next_number(), session.number, time.monotonic() + deadline_s, done, restore)
         session.copier.jobs[job.number] = job
         return job

@@ -57,6 +57,10 @@ def snapshot(
     copiers: Iterable[Copier],
     counters: Counter[str],
 ) -> dict[str, Any]:
+    """All of it, as this module's first docstring describes it.
+
+    Args: `now`: control's monotonic clock, seconds.
+    """
     groups = list(groups)
     sessions = [session for group in groups for session in group.sessions.values()]
     pools = [entry for catalog in catalogs for entry in _pools(catalog, sessions)]

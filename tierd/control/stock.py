@@ -52,6 +52,7 @@ class Shelf:
         yield from (self.pinned, self.pinning, self.bare)
 
     def unclaimed_bytes(self, chunk_bytes: int) -> int:
+        """What is on the shelf, in chunks of the usual size."""
         return sum(map(len, self.chunks)) * chunk_bytes
 
     def pop(self) -> Chunk | None:

@@ -36,6 +36,7 @@ def open_backend(device: str) -> Backend:
 
 
 def main() -> int:
+    """Open the device and work until control ends the conversation. Exit codes: see the README."""
     parser = argparse.ArgumentParser(prog="python -m tierd.copier", description=__doc__)
     parser.add_argument("--device", required=True, help='a GPU UUID ("GPU-...") or "host:N"')
     parser.add_argument("--channel-fd", required=True, type=int, help="socket to control")

@@ -88,6 +88,7 @@ class Chunk:
     resources: ExitStack
 
     def close(self) -> None:
+        """Unpin and unmap it. No copy may be under way."""
         self.resources.close()
 
 
@@ -104,6 +105,7 @@ class Attachment:
     resources: ExitStack
 
     def close(self) -> None:
+        """Unmap it all. No copy may be under way."""
         self.resources.close()
 
 

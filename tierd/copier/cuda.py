@@ -40,7 +40,7 @@ _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 
 
 class CudaBackend:
-    """One GPU, named by its UUID.
+    """A `Backend`: one GPU, named by its UUID.
 
     Raises: BackendError: no driver, no such GPU, or a driver without the batch copy calls.
     """

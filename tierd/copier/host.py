@@ -22,7 +22,7 @@ from tierd.wire.messages import Allocation
 
 
 class HostBackend:
-    """Copies inside `submit`, so everything has retired when the next call is made."""
+    """A `Backend` that copies inside `submit`: all has retired when the next call is made."""
 
     def detail(self) -> dict[str, Any]:
         return {"backend": "host"}

@@ -136,6 +136,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it moves."""
         return int((self.boxes["width"] * self.boxes["depth"]).sum() + self.rows["width"].sum())
 
 

@@ -65,11 +65,13 @@ class Job:
 
     @property
     def direction(self) -> Direction:
+        """Which way its pages go."""
         restore = isinstance(self.message, RestoreJob)
         return Direction.RESTORE if restore else Direction.BACKUP
 
     @property
     def over(self) -> bool:
+        """Is nothing of it on the wire, or to come?"""
         begun = self.started or bool(self.error)
         return begun and self.upcoming is None and not self.outstanding
 

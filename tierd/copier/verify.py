@@ -76,6 +76,7 @@ class Verifier:
         return [int(committed[n]) for _, n in self._check(places, range(len(committed)))]
 
     def close(self) -> None:
+        """End the threads. No check may be under way."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 

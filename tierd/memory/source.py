@@ -40,7 +40,7 @@ class ChunkSource(Protocol):
 
 
 class AnonymousMemory:
-    """Files without a name, gone with the last process that has them.
+    """A `ChunkSource`: files without a name, gone with the last process that has them.
 
     Args:
         huge: By size of huge pages in bytes, how much memory to take of them at most; tried in

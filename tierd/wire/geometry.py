@@ -86,6 +86,7 @@ def host_layout(row_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES) -> 
 
 
 def pool_layout(pool: PoolSpec, chunk_bytes: int = CHUNK_BYTES) -> HostLayout:
+    """`host_layout` of a registered pool's rows."""
     return host_layout([buffer.row_bytes for buffer in pool.buffers], chunk_bytes=chunk_bytes)
 
 

@@ -40,6 +40,7 @@ class SegmentSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the segment, a multiple of PAGE."""
         return _offsets(self)["end"]
 
 
@@ -127,6 +128,7 @@ class Segment:
         self.layers[entry] = self.awaited[entry]
 
     def set_verdict(self, entry: int, generation: int, landed: bool) -> None:
+        """Say how a restore has ended. Nothing of it may be on the wire any more."""
         # int(): a generation that comes out of the segment is a uint32, and would lose its top.
         self.verdict[entry] = int(generation) << 2 | (LANDED if landed else FAILED)
 

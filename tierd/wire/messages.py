@@ -6,7 +6,8 @@ dump of the wire reads by itself; bulk data (keys, slots) travels as blobs.
 
 Three conversations use them:
 
-- client and control over the lifeline (`ClientHello` ... ), rare, with file descriptors beside;
+- client and control over the lifeline (`FromLifeline`, `ToLifeline`), rare, with file descriptors
+  beside; admin commands speak it, too;
 - client and control over ZeroMQ (`FromClient`, `ToClient`), the hot path;
 - control and a copier over a socket pair (`ToCopier`, `FromCopier`).
 """
@@ -25,7 +26,6 @@ Size = Annotated[int, Meta(ge=1, le=limits.MAX_BYTES)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME)]
 OptionalName = Annotated[str, Meta(max_length=limits.MAX_NAME)]
 Text = Annotated[str, Meta(max_length=4096)]
-Key = Annotated[bytes, Meta(min_length=limits.KEY_BYTES, max_length=limits.KEY_BYTES)]
 OptionalKey = Annotated[bytes, Meta(max_length=limits.KEY_BYTES)]
 PageCount = Annotated[int, Meta(ge=0, le=limits.MAX_PAGES_PER_MESSAGE)]
 Rank = Annotated[int, Meta(ge=0, lt=limits.MAX_WORLD_SIZE)]
@@ -106,6 +106,8 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class StatusRequest(Message, frozen=True, tag="status"):
+    """Answer with a `Status`."""
+
     protocol: int
 
 
@@ -338,6 +340,8 @@ class AddChunk(Message, frozen=True, tag="add_chunk"):
 
 
 class DropChunk(Message, frozen=True, tag="drop_chunk"):
+    """Unpin and unmap a chunk once no copy uses it; say so."""
+
     chunk: U63
 
 
@@ -410,6 +414,8 @@ ToCopier = AddChunk | DropChunk | Attach | Detach | BackupJob | RestoreJob | Pin
 
 
 class CopierReady(Message, frozen=True, tag="copier_ready"):
+    """The device is open. `detail`: facts about it, for `tierd status`."""
+
     device: Name
     detail: dict[str, Any]
 
@@ -424,6 +430,8 @@ class ChunkReady(Message, frozen=True, tag="chunk_ready"):
 
 
 class ChunkDropped(Message, frozen=True, tag="chunk_dropped"):
+    """The chunk is not mapped any more."""
+
     chunk: U63
 
 
@@ -436,6 +444,8 @@ class Attached(Message, frozen=True, tag="attached"):
 
 
 class Detached(Message, frozen=True, tag="detached"):
+    """Nothing of the rank is mapped, or under way, any more."""
+
     session: U63
 
 

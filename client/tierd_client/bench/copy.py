@@ -76,6 +76,8 @@ HOST = Scale(4096, 8, 16 << 20, (128,))
 
 
 def cases(scale: Scale, quick: bool) -> list[Case]:
+    """What is measured, in that order; with `quick`, three kinds of pages of one model."""
+
     def large(model: Model, page_tokens: int, run: int) -> Case:
         pages = scale.batch_bytes // (model.token_bytes * page_tokens)
         pages = max(1, min(pages, scale.tokens // page_tokens // 2))
@@ -151,6 +153,7 @@ class Stopwatch:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
+        """Take the time at which the current stream gets here."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -322,6 +325,7 @@ def _grouped(todo: Sequence[Case], key: Callable[[Case], Any]) -> list[tuple[Any
 
 
 def main() -> None:
+    """The process of `tierd bench copy`."""
     parser = argparse.ArgumentParser(prog="python -m tierd_client.bench.copy", description=__doc__)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", required=True, help="in torch's words")

@@ -149,6 +149,7 @@ def steps(
 
 
 def measure(loop: DecodeLoop, rank: BenchRank, traffic: Traffic, windows: Windows) -> Row:
+    """One row: windows of the loop with this traffic beside it, each between two without."""
     seconds = windows.seconds
     pages = prompt_pages(rank, traffic.pages.run)
     rank.clear()
@@ -229,6 +230,7 @@ def prompt_pages(rank: BenchRank, run: int) -> int:
 
 
 def main() -> None:
+    """The process of `tierd bench interference`."""
     parser = argparse.ArgumentParser(
         prog="python -m tierd_client.bench.interference", description=__doc__
     )

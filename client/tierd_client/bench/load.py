@@ -88,6 +88,7 @@ def work(client: TierClient, device: str, pages_per_s: int) -> float:
 
 
 def main() -> None:
+    """The process of the other engine."""
     parser = argparse.ArgumentParser(prog="python -m tierd_client.bench.load", description=__doc__)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)

@@ -43,6 +43,7 @@ class Totals(NamedTuple):
     restore_s: float
 
     def since(self, earlier: Totals) -> Totals:
+        """What has been moved since an earlier look."""
         return Totals(
             self.backup_bytes - earlier.backup_bytes,
             self.backup_s - earlier.backup_s,
@@ -112,6 +113,7 @@ class BenchRank:
 
     @property
     def page_bytes(self) -> dict[str, int]:
+        """By pool, bytes of a page."""
         return {
             pool.name: sum(b.tensor.shape[1] * pool.page_tokens for b in pool.buffers)
             for pool in self.pools
@@ -170,6 +172,7 @@ class BenchRank:
     # --- copies -------------------------------------------------------------------------------
 
     def offer(self, chains: Sequence[Chain]) -> None:
+        """Back these prompts up, as one step."""
         for chain in chains:
             self.client.backup(chain.parts, parent=b"")
         self.client.flush()
@@ -202,14 +205,17 @@ class BenchRank:
                 )
 
     def restore(self, chains: Sequence[Chain]) -> Restore:
+        """Load these prompts to the other places, as one step."""
         return self.client.restore({chain.rid: chain.places for chain in chains})
 
     # --- the daemon ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
+        """The daemon's status, as `tierd.control.status` documents it."""
         return ask(self._socket, StatusRequest(protocol=PROTOCOL_VERSION), Status).data
 
     def totals(self) -> Totals:
+        """What the daemon's copiers have moved so far."""
         copiers = self.status()["copiers"]
         return Totals(
             sum(copier["backup_bytes"] for copier in copiers),

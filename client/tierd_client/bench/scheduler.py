@@ -64,10 +64,12 @@ class Case:
 
     @property
     def components(self) -> str:
+        """The tree's components, in words."""
         return "FULL" + "+SWA" * bool(self.window) + "+Mamba" * self.states
 
     @property
     def name(self) -> str:
+        """The case in words, unlike any other's."""
         tokens = f"{self.page_tokens} token" + "s" * (self.page_tokens > 1)
         return f"{self.components}, {self.pages} pages of {tokens}, {self.core} core"
 
@@ -92,6 +94,7 @@ class Case:
 
 
 def cases(quick: bool, cores: Sequence[str] = CORES) -> list[Case]:
+    """What is measured, in that order."""
     found = []
     for core in cores:
         found.append(Case(64, 16, core, matches=True))
@@ -173,6 +176,7 @@ class Bench:
         gc.unfreeze()
 
     def rows(self) -> list[Row]:
+        """What has been measured so far, in microseconds."""
         found = []
         for tier, samples in self._samples.items():
             for (metric, batch), values in samples.items():
@@ -465,6 +469,7 @@ def run(
 
 
 def main() -> None:
+    """The process of `tierd bench scheduler`."""
     parser = argparse.ArgumentParser(
         prog="python -m tierd_client.bench.scheduler", description=__doc__
     )

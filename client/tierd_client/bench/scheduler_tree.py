@@ -98,6 +98,7 @@ class SchedulerTree:
     # --- a request's life -------------------------------------------------------------------
 
     def new_request(self, rid: str, tokens: Sequence[int]) -> Any:
+        """SGLang's `Req` for a prompt."""
         sampling = self._sg.SamplingParams(max_new_tokens=1)
         sampling.normalize(None)
         return self._sg.Req(rid, "", array("q", tokens), sampling)

@@ -178,6 +178,7 @@ def _keys(number: int) -> bytes:
 
 
 def main() -> None:
+    """The process of `tierd bench soak`."""
     parser = argparse.ArgumentParser(prog="python -m tierd_client.bench.soak", description=__doc__)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--device", required=True, choices=("cpu", "cuda"))

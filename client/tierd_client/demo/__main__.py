@@ -30,6 +30,7 @@ _RATE_BYTES = 1 << 30
 
 
 def main() -> None:
+    """Serve the demo's turns as one rank."""
     options = _parse()
     on_cuda = options.device == "cuda"
     geometry, shape = CUDA if on_cuda else HOST

@@ -25,6 +25,7 @@ class DeviceCache:
         return next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
 
     def pages(self, keys: Iterable[bytes]) -> list[int]:
+        """The device page of each of these keys, which must be held."""
         return [self._held[key] for key in keys]
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -33,9 +34,11 @@ class DeviceCache:
             self._held.move_to_end(key)
 
     def lock(self, keys: Iterable[bytes]) -> None:
+        """Keep these from eviction until as many calls of `unlock`."""
         self._locks.update(keys)
 
     def unlock(self, keys: Iterable[bytes]) -> None:
+        """Undo a `lock`."""
         for key in keys:
             self._locks[key] -= 1
             if not self._locks[key]:

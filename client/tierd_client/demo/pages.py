@@ -33,6 +33,7 @@ class Geometry:
 
     @property
     def page_bytes(self) -> int:
+        """K and V of all layers."""
         return 2 * self.layers * self.row_bytes
 
 
@@ -67,6 +68,7 @@ class DevicePages:
         self._offsets = torch.arange(geometry.page_tokens, dtype=torch.int64, device=device)
 
     def pool(self) -> DevicePool:
+        """What the client is told of them."""
         buffers = [
             DeviceBuffer(layer[half], index)
             for index, layer in enumerate(self._layers)
@@ -87,6 +89,7 @@ class DevicePages:
                 self._words[layer][half, index] = self._expected(seeds, layer, half)
 
     def poison(self, pages: Sequence[int]) -> None:
+        """Leave nothing right in these pages."""
         index = self._index(pages)
         for layer in self._words:
             layer[:, index] = POISON

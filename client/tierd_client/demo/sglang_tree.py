@@ -12,6 +12,7 @@ from tierd_client.sglang import demo
 
 
 def main() -> None:
+    """Serve the demo's conversations as one engine."""
     parser = argparse.ArgumentParser(
         prog="python -m tierd_client.demo.sglang_tree", description=__doc__
     )

@@ -62,6 +62,7 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Its size."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 

@@ -46,6 +46,7 @@ class Tree:
 
     @property
     def is_known(self) -> bool:
+        """Has the wrapper been met?"""
         return self._wrapper is not None
 
     def meet(self, caller: object) -> None:

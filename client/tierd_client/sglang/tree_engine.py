@@ -234,6 +234,7 @@ class TreeEngine:
 
     @property
     def free_tokens(self) -> int:
+        """Token slots that nobody holds."""
         return self.pools.free_tokens
 
     @property

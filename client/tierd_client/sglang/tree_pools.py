@@ -78,10 +78,12 @@ class EngineShape:
         return turns[layer % len(turns)]
 
     def layers_with(self, role: Role) -> list[int]:
+        """The layers of a role, ascending."""
         return [layer for layer in range(self.layers) if self.role(layer) == role]
 
     @property
     def windows_tokens(self) -> int:
+        """Token slots of the windows' pool."""
         return self.window_pool_tokens or self.pool_tokens
 
 
@@ -113,6 +115,7 @@ class TreePools:
 
     @property
     def free_tokens(self) -> int:
+        """Token slots that the allocator can give out."""
         return int(self.allocator.available_size())
 
     def free(self) -> dict[str, int]:
@@ -126,6 +129,7 @@ class TreePools:
         return free
 
     def total(self) -> dict[str, int]:
+        """What there is of each pool, by the names of `free`."""
         total = {"full": self.shape.pool_tokens}
         if self.shape.window:
             total["swa"] = self.shape.windows_tokens

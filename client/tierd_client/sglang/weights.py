@@ -34,6 +34,8 @@ an update asks for may come before the end.
 
 
 class Watcher(Protocol):
+    """Whoever holds something that is worth nothing once the weights change."""
+
     def weights_change(self) -> None:
         """What the engine has cached so far belongs to weights that are going away."""
 
