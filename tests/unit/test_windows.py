@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.control.backups import Backups, NoRoomError, Offer, OfferPart, Writers, copied
+from tierd.control.backups import Backups, NoRoomError, Writers, copied
 from tierd.control.catalog import Catalog
 from tierd.control.keys import Keys
 from tierd.control.leases import FEW, Leases, boundaries, few
 from tierd.control.pages import PagePool
+from tierd.control.sequencer import Offer, OfferPart
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import host_layout
 
@@ -247,6 +248,6 @@ def test_what_is_leased_is_there_and_nothing_is_lost(
             if slot is not None and model.kv.find(key) is None:
                 assert model.swa.are_held(np.array([slot]))[0]
         model.leases.cancel("r")
-    model.kv.clear()
-    model.swa.clear()
+    model.kv.evict(model.kv.pages)
+    model.swa.evict(model.swa.pages)
     assert model.kv.free_slots == model.swa.free_slots == 2 * SLOTS

@@ -12,7 +12,6 @@ import numpy as np
 from tierd.control.backups import (
     Backup,
     NoRoomError,
-    Offer,
     Piece,
     RepeatedKeyError,
     copied,
@@ -20,6 +19,7 @@ from tierd.control.backups import (
 )
 from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
 from tierd.control.offers import flushed, supplied
+from tierd.control.sequencer import Offer
 from tierd.control.state import State
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.channel import Channel, close_all
-from tierd.control.backups import Backup, Backups, Offer, Piece, Placement, Sequencer
+from tierd.control.backups import Backup, Backups, Piece, Placement
 from tierd.control.catalog import Catalog
 from tierd.control.copiers import Copier
 from tierd.control.leases import Leases
 from tierd.control.pages import PagePool
 from tierd.control.ring import RingLedger
+from tierd.control.sequencer import Offer, Sequencer
 from tierd.eviction.policy import Slots
 from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import geometry_of, namespace_digest

@@ -9,10 +9,11 @@ import secrets
 
 from tierd import __version__
 from tierd.channel import Channel, ChannelClosed
-from tierd.control.backups import Backups, Sequencer
+from tierd.control.backups import Backups
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.groups import Group, Session, map_segment
 from tierd.control.leases import Leases
+from tierd.control.sequencer import Sequencer
 from tierd.control.state import State
 from tierd.wire import limits, messages
 from tierd.wire.errors import ProtocolError

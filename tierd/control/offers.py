@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-from tierd.control.backups import Offer, OfferPart
 from tierd.control.groups import Session
 from tierd.control.keys import Keys
 from tierd.control.ring import check_ring
+from tierd.control.sequencer import Offer, OfferPart
 from tierd.wire.errors import ProtocolError
 from tierd.wire.limits import KEY_BYTES
 from tierd.wire.messages import Flush, Part, Supply
