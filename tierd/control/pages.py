@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from tierd.control.chains import chains
 from tierd.control.chunk_ages import ChunkAges
+from tierd.control.free_slots import FreeSlots
 from tierd.control.keys import MISSING, KeyIndex, Keys
+from tierd.control.orphans import Orphans
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import NO_PARENT, Drop, EvictionPolicy, Slots
@@ -27,7 +29,7 @@ from tierd.wire.layout import COMMITTED, FREE, HAS_PARENT, PARENT_KNOWN, WRITING
 from tierd.wire.limits import KEY_BYTES
 
 SPAN = 4096
-"""Slots that are searched at a time for free ones."""
+"""Slots whose keys are named at a time."""
 
 _SPOILED = 3
 """A slot whose page has gone, though somebody still holds it. Its header says FREE."""
@@ -97,18 +99,13 @@ class PagePool:
         self._records = records
         self._index = KeyIndex(most)
         self._state: npt.NDArray[np.uint8] = column(np.uint8, most)
-        self._usable: npt.NDArray[np.bool_] = column(np.bool_, most)
         self._holds: npt.NDArray[np.int32] = column(np.int32, most)
         self._capacity = 0
         self._committed = 0
         self._held = 0
-        self._free = 0
-        # Free slots in each SPAN of them: a free slot is found without a look at every slot.
-        self._free_in: npt.NDArray[np.int64] = column(np.int64)
+        self._free = FreeSlots(most)
         self._ages = ChunkAges(lambda n: self.policy.recency(slice(*self._span(n))))
-        # Pages whose predecessor is known by key and not here: key of it -> their slots.
-        self._orphans: dict[bytes, list[int]] = {}
-        self._orphan_of: dict[int, bytes] = {}
+        self._orphans = Orphans()
 
     # --- room ---------------------------------------------------------------------------------
 
@@ -120,7 +117,7 @@ class PagePool:
     @property
     def free_slots(self) -> int:
         """Slots that can be given to pages now."""
-        return self._free
+        return len(self._free)
 
     @property
     def pages(self) -> int:
@@ -136,14 +133,11 @@ class PagePool:
         """The slots of chunk `ordinal` may be used."""
         first, end = self._span(ordinal)
         self._state = grown(self._state, end)
-        self._usable = grown(self._usable, end)
         self._holds = grown(self._holds, end)
         self._index.grow(end)
         self.policy.grow(end)
-        self._usable[first:end] = True
+        self._free.add_range(first, end)
         self._capacity += end - first
-        self._free += end - first
-        self._count_free(first, end, 1)
         self._ages.add(ordinal)
 
     def coldest_chunk(self, but: Set[int] = frozenset()) -> tuple[int, int] | None:
@@ -188,10 +182,8 @@ class PagePool:
                     evicted += len(run)
         self.evictions += evicted
         first, end = self._span(ordinal)
-        self._usable[first:end] = False
+        self._free.remove_range(first, end)
         self._capacity -= end - first
-        self._free -= end - first
-        self._count_free(first, end, -1)
         self._ages.remove(ordinal)
         return evicted
 
@@ -310,7 +302,7 @@ class PagePool:
         """
         fresh = known == MISSING
         slots: Slots = known.copy()
-        slots[fresh] = self._take(int(np.count_nonzero(fresh)))
+        slots[fresh] = self._free.take(int(np.count_nonzero(fresh)))
         if self.window:
             self._place(slots[fresh], keys.where(fresh), None, None, now)
             self.policy.touch(slots, now)
@@ -387,15 +379,14 @@ class PagePool:
             self._index.add(Keys.of(keys[i] for i in run), here)
             if parent and above is None:
                 self.policy.insert(here, NO_PARENT, 0)
-                self._wait_for(int(here[0]), parent)
+                self._orphans.add(int(here[0]), parent)
             else:
                 self.policy.insert(here, NO_PARENT if above is None else above, now)
             taken.append(here)
         found = np.sort(np.concatenate(taken))
         self._state[found] = COMMITTED
         self._committed += len(found)
-        self._free -= len(found)
-        np.subtract.at(self._free_in, found // SPAN, 1)
+        self._free.remove(found)
         refused = slots[self._state[slots] != COMMITTED]
         self._records.freed(np.sort(np.concatenate([stale, refused])))
         if self.on_commit is not None:
@@ -416,8 +407,7 @@ class PagePool:
                 drop(np.array([slot]))
         held = slots[self._holds[slots] > 0]
         self._state[held] = _SPOILED
-        self._free -= len(held)
-        np.subtract.at(self._free_in, held // SPAN, 1)
+        self._free.remove(held)
         return len(slots)
 
     # --- inside -------------------------------------------------------------------------------
@@ -429,12 +419,11 @@ class PagePool:
             for child in self.policy.following(slot):
                 if child not in but:
                     self.policy.orphan(child)
-                    self._wait_for(child, self._index.keys_of(np.array([slot])).blob)
+                    self._orphans.add(child, self._index.keys_of(np.array([slot])).blob)
 
     def _set_free(self, slots: Slots) -> None:
         self._state[slots] = FREE
-        self._free += len(slots)
-        np.add.at(self._free_in, slots // SPAN, 1)
+        self._free.add(slots)
 
     def _span(self, ordinal: int) -> tuple[int, int]:
         return ordinal * self.host.chunk_slots, (ordinal + 1) * self.host.chunk_slots
@@ -454,29 +443,6 @@ class PagePool:
             left += new
         return doomed
 
-    def _take(self, count: int) -> Slots:
-        """The lowest free slots: a run of pages gets a run of slots wherever one is free."""
-        if count > self._free:
-            raise AssertionError(f"{count} slots wanted of {self._free}")
-        self._free -= count
-        taken: list[Slots] = []
-        for span in np.flatnonzero(self._free_in).tolist():
-            if not count:
-                break
-            first, end = span * SPAN, (span + 1) * SPAN
-            free = np.flatnonzero(self._usable[first:end] & (self._state[first:end] == FREE))
-            free = free[:count] + first
-            self._free_in[span] -= len(free)
-            count -= len(free)
-            taken.append(free)
-        return np.concatenate(taken) if taken else np.empty(0, np.int64)
-
-    def _count_free(self, first: int, end: int, sign: int) -> None:
-        """Slots `first` to `end`, all free, are usable from now on (1), or no more (-1)."""
-        spans = np.bincount(np.arange(first, end) // SPAN)
-        self._free_in = grown(self._free_in, len(spans))
-        self._free_in[: len(spans)] += sign * spans
-
     def _place(
         self, slots: Slots, keys: Keys, before: bytes | None, above: int | None, now: int
     ) -> None:
@@ -494,10 +460,10 @@ class PagePool:
         self._records.writing(slots, keys.blob, parents, flags)
         self.policy.insert(slots, NO_PARENT if above is None else above, now)
         if above is None and before:
-            self._wait_for(int(slots[0]), before)
+            self._orphans.add(int(slots[0]), before)
         if self._orphans:
             for key, slot in zip(keys.split(), slots.tolist(), strict=True):
-                for child in list(self._orphans.get(key, ())):
+                for child in self._orphans.of(key):
                     self._adopt(child, slot, now)
 
     def _adopt(self, slot: int, parent: int, now: int) -> None:
@@ -510,20 +476,8 @@ class PagePool:
             if step == slot:
                 return
             step = int(self.policy.parent[step])
-        self._forget_orphan(slot)
+        self._orphans.discard(slot)
         self.policy.link(slot, parent, now)
-
-    def _wait_for(self, slot: int, parent: bytes) -> None:
-        self._orphans.setdefault(parent, []).append(slot)
-        self._orphan_of[slot] = parent
-
-    def _forget_orphan(self, slot: int) -> None:
-        parent = self._orphan_of.pop(slot, None)
-        if parent is not None:
-            siblings = self._orphans[parent]
-            siblings.remove(slot)
-            if not siblings:
-                del self._orphans[parent]
 
     def _evictable(self, slots: Slots) -> npt.NDArray[np.bool_]:
         may_go: npt.NDArray[np.bool_] = self._holds[slots] == 0
@@ -532,9 +486,9 @@ class PagePool:
 
     def _drop(self, slots: Slots, visible: bool) -> None:
         """The policy has let go of these pages; now everybody else does."""
-        if self._orphan_of:
+        if self._orphans:
             for slot in slots.tolist():
-                self._forget_orphan(slot)
+                self._orphans.discard(slot)
         keys = self._index.remove(slots)
         self._committed -= len(slots) if visible else 0
         self._set_free(slots)
