@@ -57,12 +57,13 @@ def test_the_table_shows_the_milestones_that_were_reached_and_what_memory_is_mad
         rate_gibps=9.14,
         gone_s=0.5,
         free_s=None,
+        joined_bytes=2 * GIB,
     )
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(as_table([mixed]))
     line = console.export_text().splitlines()[3]
     assert [cell.strip() for cell in line.strip().strip("|").split("|")] == [
         "16.0 GiB",
-        "75% 2.0 MiB, 25% 4.0 KiB",
+        "75% 2.0 MiB, 25% 4.0 KiB, 12% joined",
         *("4", "1.25", "1.50", "2.50", "3.00", "9.1", "0.50", ""),
     ]

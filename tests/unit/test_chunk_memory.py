@@ -30,6 +30,7 @@ from tierd.wire import layout
 from tierd.wire.geometry import CHUNK_BYTES, host_layout
 
 GIB = 1 << 30
+KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 
 
 def reserve(root: Path, kib: int, **counts: int) -> None:
@@ -112,6 +113,23 @@ def test_the_store_counts_what_it_has_made_and_stops_at_its_budget() -> None:
         assert chunk is not None
         store.discard(chunk)
     assert store.created_bytes == 0
+
+
+def test_what_the_kernel_has_joined_is_told_from_what_was_reserved() -> None:
+    store = ChunkStore(2 * CHUNK_BYTES, AnonymousMemory())
+    first, second = (store.create(CHUNK_BYTES, "host:0") for _ in range(2))
+    assert first is not None
+    assert second is not None
+    store.note_joined(first.number, CHUNK_BYTES)
+    store.note_joined(second.number, 4 * MIB_2)
+    store.note_joined(second.number, 2 * MIB_2)  # another copier, or the same one again
+    store.note_joined(17, MIB_2)  # gone meanwhile
+    assert store.joined_bytes == CHUNK_BYTES + 2 * MIB_2
+    assert store.bytes_by_page == {mmap.PAGESIZE: 2 * CHUNK_BYTES}
+    store.discard(first)
+    assert store.joined_bytes == 2 * MIB_2
+    store.discard(second)
+    assert store.joined_bytes == 0
 
 
 def test_a_chunk_that_is_laid_out_again_shows_nothing_of_before() -> None:
@@ -225,6 +243,31 @@ def test_a_chunk_lies_in_huge_pages_where_the_kernel_lets_it() -> None:
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         address = map_chunk_file(stack, fd, CHUNK_BYTES, touch=True, node=None)
-        smaps = Path("/proc/self/smaps").read_text().split(f"{address:x}-", 1)[1]
-        huge = next(line for line in smaps.splitlines() if line.startswith("ShmemPmdMapped:"))
-        assert int(huge.split()[1]) > 0
+        assert smaps_kib(address, "ShmemPmdMapped") > 0
+
+
+def smaps_kib(address: int, name: str) -> int:
+    """What the kernel counts under a name in the mapping that begins there."""
+    smaps = Path("/proc/self/smaps").read_text().split(f"{address:x}-", 1)[1]
+    line = next(line for line in smaps.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_lies_in_huge_pages_is_as_the_kernel_counts_it(wanted: bool) -> None:
+    size = 32 * MIB_2
+    memory = mmap.mmap(-1, size + MIB_2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = -(-begin // MIB_2) * MIB_2
+    assert placement.joined_bytes(address, size) == 0
+    memory.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
+    placement.populate(address, size)
+    if KERNEL < (6, 7):
+        assert placement.joined_bytes(address, size) == 0, "it cannot say"
+        return
+
+    def agreed() -> bool:
+        """The kernel may join or split pages between the two looks."""
+        return placement.joined_bytes(address, size) == smaps_kib(begin, "AnonHugePages") << 10
+
+    assert any(agreed() for _ in range(5))

@@ -245,7 +245,8 @@ class Copier:
         chunk = SharedFile(f"chunk{number}", nbytes)
         self.chunks[number] = chunk
         self.say(AddChunk(chunk=number, size=nbytes), [chunk.fd])
-        assert self.hear(ChunkReady) == ChunkReady(chunk=number)
+        ready = self.hear(ChunkReady)
+        assert (ready.chunk, ready.error) == (number, "")
         return chunk
 
     def attach(self, rank: Rank) -> Attached:

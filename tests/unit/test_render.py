@@ -24,6 +24,7 @@ STATUS: dict[str, Any] = {
         "pinned_bytes": 24 << 30,
         "pin_ahead_bytes": 64 << 30,
         "by_page": {"2097152": 20 << 30, "4096": 4 << 30},
+        "joined_bytes": 3 << 30,
     },
     "pools": [
         {
@@ -106,6 +107,13 @@ def test_a_busy_daemon_shows_its_pools_engines_and_copiers() -> None:
 
 def test_a_daemon_that_serves_says_nothing_of_a_pause() -> None:
     assert "PAUSED" not in shown({**STATUS, "paused": False})
+
+
+def test_what_the_kernel_has_joined_is_named_beside_the_pages_that_were_asked_for() -> None:
+    text = " ".join(shown(STATUS).split())
+    assert "(20.0 GiB in 2.0 MiB pages, 4.0 GiB in 4.0 KiB pages; the kernel has joined" in text
+    unjoined = {**STATUS["memory"], "joined_bytes": 0}
+    assert "joined" not in shown({**STATUS, "memory": unjoined})
 
 
 def test_a_daemon_that_ends_says_so() -> None:

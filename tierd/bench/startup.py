@@ -47,9 +47,9 @@ class Start:
 
     `hugepages`, `threads`: what `tierd serve` was given. `pinned_s`: by GiB, when so much was
     pinned, all devices together. `rate_gibps`: from the ready line to the end; None if little was
-    left by then. `by_page`: bytes by the size of their memory pages. `gone_s`: no process is left,
-    and so no GPU memory. `free_s`: the kernel counts the memory as free; None where it does not
-    count it, or others took as much meanwhile.
+    left by then. `by_page`, `joined_bytes`: as `tierd.control.status` has them. `gone_s`: no
+    process is left, and so no GPU memory. `free_s`: the kernel counts the memory as free; None
+    where it does not count it, or others took as much meanwhile.
     """
 
     memory_bytes: int
@@ -63,6 +63,7 @@ class Start:
     rate_gibps: float | None
     gone_s: float
     free_s: float | None
+    joined_bytes: int = 0
 
 
 def measure(
@@ -112,6 +113,7 @@ def measure(
         hugepages=hugepages,
         threads=threads,
         by_page=dict(memory["by_page"]),
+        joined_bytes=memory["joined_bytes"],
         ready_s=ready_s,
         pinned_s={str(n): at for n, at in milestones(history)},
         all_pinned_s=history[-1][0],
@@ -188,11 +190,13 @@ def as_table(starts: Sequence[Start]) -> Table:
 
 
 def _pages(start: Start) -> str:
-    """ "2.0 MiB", or what part of the memory each size has."""
+    """ "2.0 MiB", or what part of the memory each size has, and which the kernel has joined."""
     parts = sorted(((int(size), n) for size, n in start.by_page.items()), reverse=True)
+    text = ", ".join(f"{n / start.memory_bytes:.0%} {format_size(size)}" for size, n in parts)
     if len(parts) == 1:
-        return format_size(parts[0][0])
-    return ", ".join(f"{n / start.memory_bytes:.0%} {format_size(size)}" for size, n in parts)
+        text = format_size(parts[0][0])
+    joined = f", {start.joined_bytes / start.memory_bytes:.0%} joined"
+    return text + (joined if start.joined_bytes else "")
 
 
 def _seconds(value: float | None) -> str:

@@ -68,12 +68,15 @@ def _headline(data: Mapping[str, Any]) -> RenderableType:
 
 
 def _pinned(memory: Mapping[str, Any]) -> str:
-    """How far pinning ahead of use is: "pinned 12.0 GiB of 64.0 GiB (2.0 MiB pages)"."""
+    """How far pinning ahead of use is: "pinned 12.0 GiB of 64.0 GiB (4.0 KiB pages; the kernel has
+    joined 8.0 GiB to huge ones)"."""
     sizes = sorted(memory["by_page"].items(), key=lambda item: int(item[0]), reverse=True)
     pages = ", ".join(
         (f"{format_size(n)} in " if len(sizes) > 1 else "") + f"{format_size(int(page))} pages"
         for page, n in sizes
     )
+    if memory["joined_bytes"]:
+        pages += f"; the kernel has joined {format_size(memory['joined_bytes'])} to huge ones"
     done = memory["pinned_bytes"] >= memory["pin_ahead_bytes"]
     of = "" if done else f" of {format_size(memory['pin_ahead_bytes'])}"
     return f"pinned {format_size(memory['pinned_bytes'])}{of} ({pages})"

@@ -86,6 +86,7 @@ class CopierDesk:
         elif isinstance(message, messages.ChunkReady):
             if not message.error:
                 self._forget_corrupt(copier, message)
+                self._state.room.store.note_joined(message.chunk, message.joined_bytes)
             if self._state.room.ready(copier, message.chunk, message.error):
                 self._members.chunk_settled(copier, message.chunk)
             else:

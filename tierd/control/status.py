@@ -7,7 +7,9 @@ Counts are since the daemon started; names end in their unit (`_bytes`, `_s`, `_
 - `longest_turn_s`: the longest that control's loop has been busy at a stretch
 - `memory`: `total_bytes` (the budget), `claimed_bytes` (by pools), `chunk_bytes` (the unit of
   claims), `pinned_bytes`, `pin_ahead_bytes` (what is to be pinned before it is needed), `by_page`
-  (bytes that have been made, by the size of their memory pages in bytes)
+  (bytes that have been made, by the size of the memory pages that they were asked for in, in
+  bytes), `joined_bytes` (of those in ordinary pages, what the kernel had joined to huge ones when
+  copiers pinned it; 0 also before Linux 6.7, which cannot say)
 - `pools`, an entry for each pool of each namespace: `namespace` (the first digits of its digest),
   `pool`, `shards`, `page_tokens`, `slot_bytes` (of a page, all shards), `slots_total`,
   `slots_used`, `bytes_total`, `bytes_used`, `pages` (that can be hit), `leased` (pages that must
@@ -80,6 +82,7 @@ def snapshot(
             "pinned_bytes": stock.pinned_bytes,
             "pin_ahead_bytes": stock.ahead_bytes,
             "by_page": {str(page): n for page, n in stock.store.bytes_by_page.items() if n},
+            "joined_bytes": stock.store.joined_bytes,
         },
         "pools": pools,
         "queue": _queue(groups, now),

@@ -368,9 +368,11 @@ class Stock:
             return
         self._quarters = min(quarters, 4)
         sizes = sorted((page, n) for page, n in self.store.bytes_by_page.items() if n)
+        joined = self.store.joined_bytes
         log.info(
-            "pinned %s of %s ahead of use (%s)",
+            "pinned %s of %s ahead of use (%s%s)",
             format_size(pinned),
             format_size(ahead),
             ", ".join(f"{format_size(n)} in pages of {format_size(page)}" for page, n in sizes),
+            f"; the kernel has joined {format_size(joined)} to huge ones" if joined else "",
         )

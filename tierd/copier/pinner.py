@@ -9,16 +9,26 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
 from tierd.channel import close_all
 from tierd.copier.backend import Backend, BackendError, Chunk
 from tierd.copier.verify import Verifier
+from tierd.memory.placement import joined_bytes
 from tierd.wire import messages
 from tierd.wire.geometry import placed_layout
 
 _ERROR_CHARS = 4096
+
+
+class _Pinned(NamedTuple):
+    """A chunk, and what `messages.ChunkReady` says of it."""
+
+    chunk: Chunk
+    corrupt: bytes
+    joined_bytes: int
 
 
 class Pinner:
@@ -43,7 +53,7 @@ class Pinner:
         self._verifier = verifier
         self._say = say
         self._users: dict[int, int] = {}
-        self._pinning: dict[int, Future[tuple[Chunk, bytes]]] = {}
+        self._pinning: dict[int, Future[_Pinned]] = {}
         self._closing: dict[int, Future[None]] = {}
         self._unwanted: set[int] = set()
         self._threads = ThreadPoolExecutor(threads, "pin")
@@ -71,7 +81,7 @@ class Pinner:
             self._say(messages.ChunkReady(chunk=number, error=error))
             return
 
-        def pin() -> tuple[Chunk, bytes]:
+        def pin() -> _Pinned:
             try:
                 chunk = self._backend.map_chunk(fds[0], message.size, message.touch)
             finally:
@@ -80,7 +90,8 @@ class Pinner:
             if message.verify is not None:
                 host = placed_layout(message.verify.rows, message.verify)
                 corrupt = self._verifier.check_chunk(chunk.address, host)
-            return chunk, np.array(corrupt, "<u4").tobytes()
+            joined = joined_bytes(chunk.address, message.size)
+            return _Pinned(chunk, np.array(corrupt, "<u4").tobytes(), joined)
 
         self._pinning[number] = self._threads.submit(pin)
         self._pinning[number].add_done_callback(self._notify)
@@ -120,17 +131,15 @@ class Pinner:
         pinned = [number for number, future in self._pinning.items() if future.done()]
         closed = [number for number, future in self._closing.items() if future.done()]
         for number in pinned:
-            error, corrupt = "", b""
             try:
-                self.chunks[number], corrupt = self._pinning.pop(number).result()
+                self.chunks[number], corrupt, joined = self._pinning.pop(number).result()
+                ready = messages.ChunkReady(chunk=number, corrupt=corrupt, joined_bytes=joined)
             except BackendError as failure:
-                error = str(failure)
+                ready = messages.ChunkReady(chunk=number, error=str(failure)[:_ERROR_CHARS])
             if number in self._unwanted:
                 self.drop(number)
             else:
-                self._say(
-                    messages.ChunkReady(chunk=number, error=error[:_ERROR_CHARS], corrupt=corrupt)
-                )
+                self._say(ready)
         for number in closed:
             self._closing.pop(number).result()
             self._say(messages.ChunkDropped(chunk=number))
@@ -146,7 +155,9 @@ class Pinner:
         for future in self._pinning.values():
             future.cancel()
         pinned = [
-            f.result()[0] for f in self._pinning.values() if not f.cancelled() and not f.exception()
+            f.result().chunk
+            for f in self._pinning.values()
+            if not f.cancelled() and not f.exception()
         ]
         for _ in self._threads.map(Chunk.close, [*pinned, *self.chunks.values()]):
             pass  # unpinning takes as long as pinning does
@@ -157,5 +168,5 @@ class Pinner:
         os.close(self._wake)
         self._wake = -1
 
-    def _notify(self, _: Future[tuple[Chunk, bytes]] | Future[None]) -> None:
+    def _notify(self, _: Future[_Pinned] | Future[None]) -> None:
         os.eventfd_write(self._wake, 1)

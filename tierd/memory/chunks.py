@@ -28,7 +28,8 @@ class Chunk:
     `number`: unique in this daemon's life. `home`: the device whose copier touches it first, so
     that it lies near that one. `headers`: of its slots, shape (slots,), once it is laid out.
     `unverified`: how its slots lie, if an earlier daemon has left it and nobody has compared its
-    pages with their checksums yet.
+    pages with their checksums yet. `joined_bytes`: how much of it, though made in ordinary pages,
+    the kernel has joined to huge ones.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Chunk:
         default_factory=lambda: np.empty(0, layout.SLOT_HEADER), repr=False
     )
     unverified: HostLayout | None = None
+    joined_bytes: int = 0
 
     def lay_out(
         self,
@@ -192,8 +194,12 @@ class ChunkStore:
         self.claimed_bytes = 0
         """Of the created ones, those that pools have."""
         self.bytes_by_page: dict[int, int] = {}
-        """What has been created, by the size of its pages."""
+        """What has been created, by the size of the pages it was asked for in."""
+        self.joined_bytes = 0
+        """Of what was asked for in ordinary pages, what the kernel has joined to huge ones, as far
+        as copiers have seen when they pinned it."""
         self._source = source
+        self._chunks: dict[int, Chunk] = {}
         self._number = 0
 
     def fits(self, host: HostLayout, shards: int) -> bool:
@@ -208,10 +214,7 @@ class ChunkStore:
         if self.created_bytes + size > self.budget_bytes:
             return None
         self._number += 1
-        file = self._source.create(self._number, size)
-        memory = mmap.mmap(file.fd, size)
-        self._count(file.page_bytes, size)
-        return Chunk(self._number, size, file.page_bytes, home, file.fd, memory)
+        return self._take_in(self._source.create(self._number, size), size, home)
 
     def adopt(self, open_file: Callable[[int], ChunkFile], size: int, home: str) -> Chunk:
         """A chunk that is there already, within the budget.
@@ -219,16 +222,29 @@ class ChunkStore:
         Args: `open_file`: from the chunk's number to its file.
         """
         self._number += 1
-        file = open_file(self._number)
-        memory = mmap.mmap(file.fd, size)
-        self._count(file.page_bytes, size)
-        return Chunk(self._number, size, file.page_bytes, home, file.fd, memory)
+        return self._take_in(open_file(self._number), size, home)
+
+    def note_joined(self, number: int, nbytes: int) -> None:
+        """A copier has found so much of a chunk in huge pages."""
+        chunk = self._chunks.get(number)
+        if chunk is not None and chunk.page_bytes == mmap.PAGESIZE:
+            self.joined_bytes += nbytes - chunk.joined_bytes
+            chunk.joined_bytes = nbytes
 
     def discard(self, chunk: Chunk) -> None:
         """Give a chunk's memory back for good. No copier may map it any more."""
         self._count(chunk.page_bytes, -chunk.size)
+        self.joined_bytes -= chunk.joined_bytes
+        del self._chunks[chunk.number]
         chunk.close()
         self._source.discard(chunk.number)
+
+    def _take_in(self, file: ChunkFile, size: int, home: str) -> Chunk:
+        memory = mmap.mmap(file.fd, size)
+        self._count(file.page_bytes, size)
+        chunk = Chunk(self._number, size, file.page_bytes, home, file.fd, memory)
+        self._chunks[chunk.number] = chunk
+        return chunk
 
     def _count(self, page_bytes: int, nbytes: int) -> None:
         self.created_bytes += nbytes

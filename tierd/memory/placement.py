@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
+import struct
 from pathlib import Path
 
 PIN_THREADS = 4
@@ -37,6 +39,12 @@ _LIBC.mmap.argtypes = (
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PAGEMAP_SCAN, _PAGE_IS_HUGE = 0xC0606610, 1 << 6
+"""linux/fs.h since 6.7: asks a process's page tables which parts of a range are what."""
+_SCAN = struct.Struct("<12Q")
+"""`pm_scan_arg`: size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
+category_mask, category_anyof_mask, return_mask."""
+_REGIONS = 64
 
 
 def map_shared(fd: int, size: int) -> int:
@@ -111,3 +119,29 @@ def populate(address: int, size: int) -> None:
                 return
             if error not in (errno.EINTR, errno.EAGAIN):
                 raise OSError(error, f"no memory for {size >> 20} MiB: {os.strerror(error)}")
+
+
+def joined_bytes(address: int, size: int) -> int:
+    """How much of a mapping lies in huge pages right now, reserved ones or such that the kernel
+    has made; 0 also where the kernel cannot say (before 6.7), or does not.
+
+    Looks at each page-table entry once: half a millisecond for a chunk.
+    """
+    found, at, end = 0, address, address + size
+    regions = (ctypes.c_uint64 * (3 * _REGIONS))()  # of `page_region`: start, end, categories
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        while at < end:
+            vec, wanted = ctypes.addressof(regions), (0, _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)
+            scan = bytearray(_SCAN.pack(_SCAN.size, 0, at, end, 0, vec, _REGIONS, 0, *wanted))
+            count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, scan)
+            found += sum(regions[3 * i + 1] - regions[3 * i] for i in range(count))
+            at = _SCAN.unpack(scan)[4]
+    except OSError:
+        return 0
+    finally:
+        os.close(pagemap)
+    return found

@@ -422,11 +422,12 @@ class CopierReady(Message, frozen=True, tag="copier_ready"):
 
 class ChunkReady(Message, frozen=True, tag="chunk_ready"):
     """`error` empty: the chunk is mapped and pinned. `corrupt`: uint32 blob, slots of pages that
-    are not what their checksums say."""
+    are not what their checksums say. `joined_bytes`: how much of it lies in huge pages."""
 
     chunk: U63
     error: Text = ""
     corrupt: bytes = b""
+    joined_bytes: U63 = 0
 
 
 class ChunkDropped(Message, frozen=True, tag="chunk_dropped"):
