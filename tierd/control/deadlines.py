@@ -25,6 +25,7 @@ class Deadlines:
         detach_s: And a copier that has not let go of a dead rank's memory: it is the next
             engine's.
         start_s: And one that is started and does not get ready.
+        stranger_s: Somebody who connects may take so long for a first message.
         drain_s: A daemon that was told to stop may take so long to finish what it has accepted.
         loads_s: And so long for leased pages to be loaded: an engine that was told of a hit fails
             the request if its load then fails.
@@ -44,6 +45,7 @@ class Deadlines:
     restore_s: float = READY_TIMEOUT_S + 10.0
     detach_s: float = 5.0
     start_s: float = 60.0
+    stranger_s: float = 30.0
     drain_s: float = 15.0
     loads_s: float = 2.0
     stop_s: float = 5.0

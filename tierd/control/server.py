@@ -64,10 +64,15 @@ EXIT_DONE, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 4
 
 @dataclass(eq=False)
 class Connection:
-    """One accepted lifeline: an admin command, or a rank."""
+    """One accepted lifeline: an admin command, or a rank.
+
+    `since`: when it came. `known`: it has said something whole.
+    """
 
     channel: Channel[messages.FromLifeline]
+    since: float
     session: Session | None = None
+    known: bool = False
 
 
 def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[str], None]) -> int:
@@ -340,7 +345,7 @@ class Control:
                 self._receive_lifeline(connection, now)
         if endpoint.listener.fileno() in ready:
             for channel in endpoint.accept():
-                self._connections.append(Connection(channel))
+                self._connections.append(Connection(channel, now))
         if endpoint.router in ready:
             self._receive_clients(MESSAGES_A_TURN, now)
 
@@ -349,6 +354,7 @@ class Control:
         try:
             channel.flush()
             for message, fds in channel.receive():
+                connection.known = True
                 try:
                     self._on_lifeline(connection, message, fds, now)
                 except TierdError as error:
@@ -371,6 +377,20 @@ class Control:
         self._connections.remove(connection)
         if connection.session is not None:
             self._members.leave(connection.session, now)
+
+    def _drop_strangers(self, now: float) -> None:
+        """Who connects and says nothing must not hold a descriptor for ever."""
+        oldest = now - self._state.deadlines.stranger_s
+        for connection in list(self._connections):
+            if connection.known or connection.channel.closed or connection.since > oldest:
+                continue
+            log.warning(
+                "closing a connection (pid %d) that has said nothing for %.0f s; whoever it is may "
+                "come again",
+                connection.channel.peer()[0],
+                now - connection.since,
+            )
+            self._drop(connection, now)
 
     def _look(self, now: float) -> None:
         """Between two steps of long work: answer what clients have asked."""
@@ -468,6 +488,7 @@ class Control:
     def _housekeep(self, now: float) -> None:
         self._restores.expire(now)
         self._copiers.tend(now)
+        self._drop_strangers(now)
         if self._announced and now >= self._next_notice:
             self._next_notice = now + NOTIFY_S
             self._notify("WATCHDOG=1")
