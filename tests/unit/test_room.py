@@ -525,6 +525,7 @@ def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
     assert machine.room.make_room(swa, 1, machine.sharers) is None
     machine.answer()
     assert (kv.capacity, swa.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
+    machine.fill(catalog, 1)
     assert machine.room.make_room(swa, swa.capacity + 1, machine.sharers) is False
     assert machine.told == []
     machine.close()
@@ -538,9 +539,38 @@ def test_a_pool_waits_while_another_one_pins_instead_of_giving_up() -> None:
     assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is None  # takes all there is
     assert machine.room.make_room(swa, 1, machine.sharers) is None
     machine.answer()
+    assert machine.room.make_room(swa, 1, machine.sharers) is None, "the other is to use it first"
+    machine.fill(catalog, 1)
     assert machine.room.make_room(swa, 1, machine.sharers) is True, "it is given one"
     assert swa.free_slots == LARGE.chunk_slots
     machine.close()
+
+
+def test_two_pools_do_not_take_from_each_other_what_neither_has_used(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=1)
+    (first, one), (second, other) = machine.pool(), machine.pool()
+    assert machine.make_room(first) is None
+    machine.answer()
+    for has, waits, pool in ((first, second, one), (second, first, other)) * 3:
+        for _ in range(3):
+            assert machine.make_room(waits) is None, "the pages that it was made for come first"
+        assert pool.free_slots == LARGE.chunk_slots
+        machine.fill(has, 1)
+        assert machine.make_room(waits) is True
+
+
+def test_room_that_nobody_uses_after_all_is_anybodys_later(machines: list[Machine]) -> None:
+    machine = make(machines, chunks=1)
+    (first, _), (second, other) = machine.pool(), machine.pool()
+    assert machine.make_room(first) is None
+    machine.answer()
+    machine.room.rebalance(now=1.0)
+    assert machine.make_room(second) is None
+    machine.room.rebalance(now=100.0)
+    assert machine.make_room(second) is True
+    assert other.free_slots == LARGE.chunk_slots
 
 
 def test_a_chunk_with_a_held_page_is_not_taken(machines: list[Machine]) -> None:

@@ -253,9 +253,11 @@ class BackupDesk:
         made = self._state.room.make_room(pool, lack.missing, sharers)
         if placing.lacks_since is None:
             placing.lacks_since = now
-        if made is None and now - placing.lacks_since < self._state.deadlines.room_s:
+        # Also where room is made again and again, and others have it every time.
+        late = now - placing.lacks_since >= self._state.deadlines.room_s
+        if made is None and not late:
             return False
-        if not made:
+        if late or not made:
             group.give_up_placing()
         return True
 

@@ -59,6 +59,9 @@ class RoomKeeper:
         self._pressed: set[int] = set()
         # The pool that a chunk was taken from another for, and how long the others leave it alone.
         self._promise: tuple[int, float] | None = None
+        # Pools in which room has been made: their arrivals then, and how long the others leave them
+        # alone. Two that took it from each other before either used it would do so for ever.
+        self._unused: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
     @property
@@ -180,13 +183,15 @@ class RoomKeeper:
         if lack <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
             self._pressed.add(id(pool))
             pool.evict(max(lack, min(AHEAD_PAGES, pool.capacity // AHEAD_PART)))
+            self._keep_unused(pool)
         if pool.free_slots >= wanted:
             return True
         if self.busy:
             return None
         # It has too little of its own: whoever has something gives.
         if not self._take(pool, NEVER_COLD):
-            return False
+            others = (other for other in self._pools.values() if other is not pool)
+            return None if any(map(self._is_unused, others)) else False
         self._promise = (id(pool), self._now + PROMISE_S)
         self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
@@ -260,6 +265,7 @@ class RoomKeeper:
             return False
         for pool in catalog.pools.values():
             del self._rows[id(pool)], self._pools[id(pool)], self._catalogs[id(pool)]
+            self._unused.pop(id(pool), None)
             if self._promise is not None and self._promise[0] == id(pool):
                 self._promise = None
         return True
@@ -360,6 +366,16 @@ class RoomKeeper:
                 pool=pool.name,
             )
         pool.add_chunk(row[1])
+        self._keep_unused(pool)
+
+    def _keep_unused(self, pool: PagePool) -> None:
+        """Room has been made in a pool: it stays until a page has come, for a while."""
+        self._unused[id(pool)] = (pool.arrivals, self._now + PROMISE_S)
+
+    def _is_unused(self, pool: PagePool) -> bool:
+        """Is there room in a pool that was made for pages which have still to come?"""
+        arrivals, until = self._unused.get(id(pool), (-1, 0.0))
+        return pool.arrivals == arrivals and self._now < until
 
     def _chunks(self, row: Row) -> list[Chunk]:
         return self._rows[row[0]].rows[row[1]]
@@ -389,7 +405,8 @@ class RoomKeeper:
         for other in self._pools.values():
             # A model's pools are of use together: none takes the last that another one has.
             siblings = self._catalogs[id(other)] is self._catalogs[id(pool)]
-            if siblings and len(self._rows[id(other)].rows) == 1:
+            last = siblings and len(self._rows[id(other)].rows) == 1
+            if last or self._is_unused(other):
                 continue
             found = other.coldest_chunk(self._broken_rows(other)) if other is not pool else None
             if found is not None and found[0] < colder_than:
