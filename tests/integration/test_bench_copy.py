@@ -150,6 +150,13 @@ def test_without_a_gpu_it_says_so(command: str) -> None:
     assert "CUDA sees none here" in done.stderr
 
 
+@pytest.mark.skipif(bool(visible_gpus()), reason="there is a GPU")
+@pytest.mark.parametrize(("options", "windows"), [([], FULL), (["--quick"], QUICK)])
+def test_interference_says_what_it_will_take(options: list[str], windows: Windows) -> None:
+    seconds = expected_s(traffics(bool(options)), windows)
+    assert f"takes about {seconds:.0f} s\n" in tierd("bench", "interference", *options).stderr
+
+
 def test_what_interference_takes_is_known_before_and_quick_is_quick() -> None:
     assert expected_s(traffics(True), QUICK) < 50
     assert expected_s(traffics(False), FULL) < 300

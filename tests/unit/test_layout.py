@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -344,6 +345,18 @@ def test_where_the_tensors_lie_does_not_part_two_engines() -> None:
     assert digest({"dtype": "bf16", "model": "m"}) == digest()
     two = [pool(buffer()), pool(buffer(offset=8192), name="swa")]
     assert digest(pools=two[::-1]) == digest(pools=two)
+
+
+def test_another_client_can_make_the_digest_from_what_the_protocol_says() -> None:
+    pools = [pool(buffer(row_bytes=512), buffer(row_bytes=512, layer=1), page_tokens=16)]
+    record = (
+        b"\x94"  # an array of 4: names, world size, pools, epoch
+        b"\x92\x92\xa1a\xa11\x92\xa1b\xa12"
+        b"\x02"
+        b"\x91\x92\xa2kv\x94\x10\x00\x92\x92\xcd\x02\x00\x00\x92\xcd\x02\x00\x01\xc2"
+        b"\xa1e"
+    )
+    assert digest({"b": "2", "a": "1"}, 2, pools, "e") == hashlib.sha256(record).digest()
 
 
 def test_anything_else_that_differs_parts_them() -> None:

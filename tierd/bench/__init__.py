@@ -1,1 +1,1 @@
-"""Replays access traces against eviction policies. No sockets, no processes, no clock."""
+"""What `tierd bench` measures, and its tables; the README says which module is whose."""

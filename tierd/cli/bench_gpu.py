@@ -16,6 +16,7 @@ from rich.progress import Progress
 from tierd.bench import copy as copy_report
 from tierd.bench import interference as interference_report
 from tierd.bench import interference_plan
+from tierd.bench.interference_plan import FULL, QUICK, Windows
 from tierd.cli.demo_processes import RANKS_TIMEOUT_S, Line, running_daemon, running_group
 from tierd.cli.gpus import visible_gpus
 from tierd.cli.options import JsonOption
@@ -111,16 +112,28 @@ def interference(
     device: Device = "0",
     quick: Annotated[bool, typer.Option("--quick", help="Two kinds of pages, two rates.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=60.0, help="Length of a window, in seconds.")
-    ] = 0.7,
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=60.0,
+            help=f"Length of a window, in seconds. Default: {FULL.seconds}, with --quick "
+            f"{QUICK.seconds}.",
+        ),
+    ] = None,
     windows: Annotated[
-        int, typer.Option(min=1, max=100, help="Windows for each kind of traffic.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1,
+            max=100,
+            help=f"Windows for each kind of traffic. Default: {FULL.count}, with --quick "
+            f"{QUICK.count}.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what copies cost a decode-like loop on the same GPU."""
-    usual = interference_plan.QUICK if quick else interference_plan.FULL
-    plan = interference_plan.Windows(seconds or usual.seconds, windows or usual.count)
+    usual = QUICK if quick else FULL
+    plan = Windows(seconds or usual.seconds, windows or usual.count)
     expected_s = interference_plan.expected_s(interference_plan.traffics(quick), plan)
     print(f"takes about {expected_s:.0f} s", file=sys.stderr)
     options = ["--seconds", str(plan.seconds), "--windows", str(plan.count)]
