@@ -1,26 +1,19 @@
-"""A directory of chunk files that outlive the daemon, and the proof that nobody writes to them any
-more when the next one takes them over.
+"""A directory of chunk files that outlive the daemon.
 
 Two locks tell who is alive. The directory itself is locked by control alone: whoever gets that
-lock is the only daemon here. `copiers.lock` is locked through one open file that control shares
-with its copiers, so it stays locked until the last of them has ended, however control ended. A
-copier that is stopped keeps it, too: that one is killed, or nothing that it maps is used again.
+lock is the only daemon here. The other one is its copiers' (`takeover`): who has it knows that
+nobody writes to the chunks any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
 import mmap
 import os
 import re
 import secrets
-import select
-import signal
 import stat
 import struct
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,21 +21,15 @@ from pathlib import Path
 from tierd.memory.filesystems import huge_page_bytes, in_memory, page_bytes
 from tierd.memory.limits import format_size
 from tierd.memory.source import ChunkFile
+from tierd.memory.takeover import COPIERS_LOCK, DEATH_S, locked, wait_until_alone
 from tierd.wire.errors import ConfigError
 from tierd.wire.geometry import CHUNK_BYTES
 
-log = logging.getLogger("tierd.memory")
-
-DEATH_S = 120.0
-"""A killed process is gone once the driver has unpinned all that it had. That is worth the wait:
-without its end nothing of the cache can be used."""
-LOOK_MS = 20
 MAX_RECORD_BYTES = 1 << 20
 SPARE_RECORDS = 4
 """Namespaces whose records there is to be room for beside the chunks: on a hugetlbfs each takes a
 whole page, and one that cannot be kept costs the cache at the next start."""
 _LENGTH = struct.Struct("<Q")
-_COPIERS = "copiers.lock"
 _CHUNK = re.compile(r"[0-9a-f]{16}\.chunk")
 _NAMESPACE = re.compile(r"[0-9a-f]{64}\.namespace")
 
@@ -84,7 +71,7 @@ class PersistDirectory:
                     f"--persist {path}: its huge pages are of {format_size(self.page_bytes)}; "
                     f"mount a hugetlbfs with pages of {format_size(CHUNK_BYTES)} at most"
                 )
-            if not _locked(self._fd):
+            if not locked(self._fd):
                 raise ConfigError(
                     f"--persist {path}: another daemon keeps its pages there; stop it, or choose "
                     "another directory"
@@ -104,13 +91,13 @@ class PersistDirectory:
             memory is freed when it ends.
         """
         self._lock = self._open_lock()
-        if _wait_until_alone(self._lock, patience_s, death_s):
+        if wait_until_alone(self._lock, patience_s, death_s):
             return True
         self.clear()
-        os.unlink(_COPIERS, dir_fd=self._fd)
+        os.unlink(COPIERS_LOCK, dir_fd=self._fd)
         os.close(self._lock)
         self._lock = self._open_lock()
-        _locked(self._lock)  # a new file: nobody else has it
+        locked(self._lock)  # a new file: nobody else has it
         return False
 
     @property
@@ -262,7 +249,7 @@ class PersistDirectory:
 
     def _open_lock(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(_COPIERS, flags, 0o600, dir_fd=self._fd)
+        return os.open(COPIERS_LOCK, flags, 0o600, dir_fd=self._fd)
 
     def _names(self, pattern: re.Pattern[str]) -> list[str]:
         return sorted(name for name in os.listdir(self._fd) if pattern.fullmatch(name))
@@ -308,99 +295,3 @@ def _make(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--persist {path}: cannot be created: {error.strerror}") from None
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _wait_until_alone(lock: int, patience_s: float, death_s: float) -> bool:
-    """Lock a file once everybody who had it open has ended; kill who does not in time.
-
-    A process drops its locks shortly before it is gone, and a device may still write for it then:
-    those that are seen are waited for by their pidfds, too.
-    """
-    holders = _holders(lock)
-    try:
-        if holders:
-            log.info(
-                "waiting up to %.0f s for the copiers of the last daemon to finish (pids %s); "
-                "after that they are killed",
-                patience_s,
-                ", ".join(map(str, holders)),
-            )
-        if _all_ended(lock, holders, patience_s):
-            return True
-        for pid, pidfd in _holders(lock).items():
-            log.warning(
-                "copier of the last daemon (pid %d) does not end; killing it, so that nothing is "
-                "written late. Cached pages stay",
-                pid,
-            )
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            os.close(pidfd)
-        if _all_ended(lock, holders, death_s):
-            return True
-    finally:
-        for pidfd in holders.values():
-            os.close(pidfd)
-    log.error(
-        "a copier of the last daemon still holds its chunks and cannot be killed (another PID "
-        "namespace, or a driver call that does not return); starting empty, on new chunks. The old "
-        "ones are given back when it ends"
-    )
-    return False
-
-
-def _all_ended(lock: int, holders: dict[int, int], timeout_s: float) -> bool:
-    """Lock the file when these processes have ended, within a time."""
-    until = time.monotonic() + timeout_s
-    left = select.poll()
-    for pidfd in holders.values():
-        left.register(pidfd, select.POLLIN)
-    ended: set[int] = set()
-    while True:
-        for pidfd, _ in left.poll(0):
-            left.unregister(pidfd)
-            ended.add(pidfd)
-        if len(ended) == len(holders) and _locked(lock):
-            return True
-        if time.monotonic() >= until:
-            return False
-        # The lock's end cannot be waited for with a time-out.
-        left.poll(LOOK_MS)
-
-
-def _holders(lock: int) -> dict[int, int]:
-    """Other processes that have a file open, as far as this one can see: pid -> pidfd."""
-    wanted = os.fstat(lock)
-    holders = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            pidfd = os.pidfd_open(int(name))
-        except OSError:
-            continue
-        # After the pidfd: should the pid be another process's by now, it is that one's files.
-        if _has_open(name, wanted):
-            holders[int(name)] = pidfd
-        else:
-            os.close(pidfd)
-    return holders
-
-
-def _has_open(pid: str, wanted: os.stat_result) -> bool:
-    with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            file = f"/proc/{pid}/fd/{number}"
-            with contextlib.suppress(OSError):
-                # By name first: to look at any file of anybody's could hang, on a network's.
-                if _COPIERS in os.readlink(file) and os.path.samestat(os.stat(file), wanted):
-                    return True
-    return False
