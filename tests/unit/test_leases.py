@@ -58,7 +58,7 @@ class Group:
         return [(self.pool, keys)]
 
     def lookup(self, rid: str, keys: Keys, now: float = 0.0) -> list[int]:
-        return self.leases.lookup(rid, keys, [self.pool], now=now, tick=100)
+        return self.leases.lookup(rid, keys, [self.pool], now=now)
 
     def pin(self, number: int, loads: dict[str, Keys], deadline: float = 20.0) -> Pins:
         wants = [(rid, self.want(keys)) for rid, keys in loads.items()]
@@ -73,6 +73,19 @@ def test_a_hit_offers_the_longest_and_some_shorter_counts_and_holds_the_pages() 
     assert pool.held == 8
     assert (pool.hits, pool.misses) == (8, 4)
     assert pool.evict(16) == 0
+
+
+def test_what_a_lookup_has_found_is_used_once_however_many_ranks_ask() -> None:
+    pool = make_pool(16, a=4, b=4)
+    group = Group(pool)
+    for tick in (100, 200):
+        group.lookup("r", chain("a", 4))
+        group.leases.note_use("r", tick)
+    group.leases.note_use("not there", 300)
+    assert pool.policy.recency(slice(None)) == 100
+    group.leases.cancel("r")
+    assert pool.evict(4) == 4
+    assert group.lookup("s", chain("a", 4))[-1:] == [4], "the one that nobody used has gone"
 
 
 def test_prompts_with_a_prefix_in_common_are_remembered_up_to_a_bound() -> None:
@@ -275,7 +288,7 @@ def test_leases_of_a_group_that_goes_end_and_its_pins_stay() -> None:
 def test_a_request_of_two_pools_gets_what_both_have(have: int) -> None:
     kv, indexer = make_pool(16, a=5), make_pool(16, a=have)
     leases = Leases(lease_s=LEASE_S, max_share=1.0)
-    lengths = leases.lookup("r", chain("a", 5), [kv, indexer], now=0.0, tick=9)
+    lengths = leases.lookup("r", chain("a", 5), [kv, indexer], now=0.0)
     assert max(lengths, default=0) == have
     assert (kv.held, indexer.held) == (have, have)
 

@@ -77,7 +77,9 @@ class Model:
 
     def look_up(self, keys: Keys, rid: str = "r") -> list[int]:
         pools = [self.kv, self.swa]
-        return self.leases.lookup(rid, keys, pools, now=0.0, tick=self.now())
+        lengths = self.leases.lookup(rid, keys, pools, now=0.0)
+        self.leases.note_use(rid, self.now())
+        return lengths
 
     def has(self, keys: Keys) -> list[bool]:
         return [bool(slot >= 0) for slot in self.swa.present(keys)]
@@ -153,7 +155,7 @@ def test_a_window_that_is_being_loaded_outlives_its_prefix_until_it_has_landed()
     model = Model()
     keys = chain("a", 4)
     model.back_up(keys, windows=W)
-    model.leases.lookup("r", keys, [model.kv, model.swa], now=0.0, tick=model.now())
+    model.look_up(keys)
     assert model.kv.evict(4) == 0
     model.leases.cancel("r")
     assert model.kv.evict(4) == 4

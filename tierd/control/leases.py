@@ -37,6 +37,8 @@ class Lease:
     lengths: list[int]
     held: Held
     expires: float
+    noted: bool = False
+    """Has the eviction been told that its pages were used?"""
 
 
 @dataclass
@@ -87,7 +89,6 @@ class Leases:
         pools: list[PagePool],
         *,
         now: float,
-        tick: int,
     ) -> list[int]:
         """Page counts at which a chain can be resumed, ascending, the same for every rank that
         asks the same. All the pages that they need are leased.
@@ -128,11 +129,20 @@ class Leases:
             return []
         held += [(pool, run[: lengths[-1]]) for pool, run in zip(whole, runs, strict=True)]
         for pool, slots in held:
-            pool.touch(slots, tick)
             pool.hold(slots)
         self._leases[rid] = Lease(pools, keys, lengths, held, now + self._lease_s)
         self._keys += len(keys)
         return lengths
+
+    def note_use(self, rid: str, tick: int) -> None:
+        """Tell the eviction what a lookup has found, once. Apart from `lookup`, because nobody has
+        to wait for it."""
+        lease = self._leases.get(rid)
+        if lease is None or lease.noted:
+            return
+        lease.noted = True
+        for pool, slots in lease.held:
+            pool.touch(slots, tick)
 
     def _room(self, pool: PagePool) -> int:
         """How many more pages of a pool leases may hold."""

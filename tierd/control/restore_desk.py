@@ -40,13 +40,14 @@ class RestoreDesk:
                 Keys(message.keys),
                 [catalog.pools[name] for name in names],
                 now=now,
-                tick=self._state.next_tick(),
             )
         self._state.counters["lookups"] += 1
         self._state.counters["lookup_hits"] += bool(lengths)
         lease_s = self._state.deadlines.lease_s
         reply = messages.LookupReply(request=message.request, lengths=lengths, lease_s=lease_s)
         self._state.endpoint.send(session.routing_id, reply)
+        if lengths:
+            group.leases.note_use(message.rid, self._state.next_tick())
 
     def _want(self, session: Session, epoch: str, parts: list[messages.Part], blob: bytes) -> Want:
         names = [session.pool_name(part.pool) for part in parts]
