@@ -128,11 +128,13 @@ class LocalCopier(Copier):
 class OneProcess:
     """The daemon. `turn` is one turn of control and of every copier."""
 
-    def __init__(self, directory: Path, devices: int = 2) -> None:
+    def __init__(
+        self, directory: Path, devices: int = 2, memory_bytes: int = CHUNKS * CHUNK_BYTES
+    ) -> None:
         names = tuple(f"host:{n}" for n in range(devices))
         config = ServeConfig(
             socket=directory / "tierd.sock",
-            memory_bytes=CHUNKS * CHUNK_BYTES,
+            memory_bytes=memory_bytes,
             devices=names,
             log_level="error",
             patience=PATIENCE,

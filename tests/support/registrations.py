@@ -1,7 +1,8 @@
-"""The smallest registration that a daemon would look at."""
+"""The smallest registration that a daemon would look at, and the largest."""
 
 from __future__ import annotations
 
+from tierd.wire import limits
 from tierd.wire.limits import PROTOCOL_VERSION
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec, Register
 
@@ -27,3 +28,43 @@ REGISTER = Register(
     ],
 )
 """One rank with one pool of one page of one byte."""
+
+
+def largest() -> Register:
+    """As much as the schema lets a rank say, in numbers and characters that take most bytes. It
+    would be refused for what it says."""
+    wide = "\U0001f5c2"
+    buffers = [
+        BufferSpec(
+            allocation=limits.MAX_ALLOCATIONS - 1,
+            offset=limits.MAX_BYTES,
+            page_stride=limits.MAX_BYTES,
+            row_bytes=limits.MAX_BYTES,
+            layer=limits.MAX_BUFFERS - 1,
+        )
+    ] * limits.MAX_BUFFERS
+    return Register(
+        protocol=PROTOCOL_VERSION,
+        software=wide * limits.MAX_NAME,
+        instance=wide * limits.MAX_NAME,
+        rank=limits.MAX_WORLD_SIZE - 1,
+        world_size=limits.MAX_WORLD_SIZE,
+        namespace={wide * (limits.MAX_NAME - 2) + f"{n:02}": wide * 4096 for n in range(64)},
+        epoch=wide * limits.MAX_NAME,
+        device=wide * limits.MAX_NAME,
+        pid=2**32 - 1,
+        next_seq=2**63 - 1,
+        allocations=[Allocation(size=limits.MAX_BYTES, handle=bytes(64))] * limits.MAX_ALLOCATIONS,
+        pools=[
+            PoolSpec(
+                name=wide * (limits.MAX_NAME - 2) + f"{n:02}",
+                num_pages=2**40,
+                page_tokens=2**20,
+                window=2**20,
+                replicated=True,
+                buffers=buffers,
+            )
+            for n in range(limits.MAX_POOLS)
+        ],
+        supplies=True,
+    )

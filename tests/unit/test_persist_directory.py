@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from registrations import largest
 
 from tierd.memory.persist import PersistDirectory, used_bytes
 from tierd.wire.errors import ConfigError, ProtocolError
@@ -95,6 +96,19 @@ def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_refused(memory: Path
     assert directory.record(bytes(32)) is None
     directory.forget_others([])
     assert directory.record(digest) is None
+    directory.close()
+
+
+def test_the_largest_record_comes_back_too(memory: Path) -> None:
+    rank = largest()
+    facts = (rank.namespace, rank.world_size, rank.pools, "")
+    digest, record = namespace_digest(*facts), namespace_record(*facts)
+    directory = PersistDirectory(memory / "pages")
+    directory.describe(digest, record)
+    written = next((memory / "pages").glob("*.namespace")).stat().st_ino
+    assert directory.record(digest) == record
+    directory.describe(digest, record)
+    assert next((memory / "pages").glob("*.namespace")).stat().st_ino == written, "it is there"
     directory.close()
 
 

@@ -14,9 +14,12 @@ from flushes import Row, columns
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
+from registrations import largest
 
+from tierd.memory.persist import MAX_RECORD_BYTES
 from tierd.wire import codec, layout, limits, messages
 from tierd.wire.errors import ProtocolError
+from tierd.wire.geometry import namespace_digest, namespace_record, read_namespace_record
 from tierd.wire.messages import CopyPart, Flush, Lookup, Message, Part, Restore
 
 CONVERSATIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
@@ -337,6 +340,25 @@ POOL = register()["pools"][0]
 )
 def test_a_bad_registration_is_told_which_field(spoilt: dict[str, Any], reason: str) -> None:
     assert reason in told(codec.FROM_LIFELINE, spoilt)
+
+
+def test_what_a_rank_may_register_fits_into_all_that_is_made_of_it() -> None:
+    rank = largest()
+    assert codec.FROM_LIFELINE.decode(codec.encode(rank)) == rank
+    host = messages.HostPool(
+        block_slots=limits.MAX_BYTES, chunk_slots=limits.MAX_BYTES, data_offset=2**63 - 1
+    )
+    attach = messages.Attach(
+        session=2**63 - 1,
+        allocations=rank.allocations,
+        pools=rank.pools,
+        host_pools=[host] * limits.MAX_POOLS,
+    )
+    assert codec.TO_COPIER.decode(codec.encode(attach)) == attach
+    facts = (rank.namespace, rank.world_size, rank.pools, "")
+    record = namespace_record(*facts)
+    assert len(record) <= MAX_RECORD_BYTES
+    assert len(read_namespace_record(record, namespace_digest(*facts)).pools) == limits.MAX_POOLS
 
 
 @pytest.mark.parametrize(

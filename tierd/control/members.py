@@ -51,7 +51,8 @@ class Members:
     ) -> Session:
         """Let a rank in. It is told so once its copier has mapped its pools.
 
-        Raises: ProtocolError: it cannot be served; the descriptors stay the caller's.
+        Raises: ProtocolError: it cannot be served, and nothing has changed; the descriptors stay
+            the caller's.
         """
         if self._state.drain is not None:
             raise ProtocolError("this daemon is ending; register with the next one")
@@ -97,11 +98,12 @@ class Members:
             epoch=info.epoch,
             group=group,
         )
+        self._state.catalog(group, info.epoch)
+        self._fit_presence(info)
+        # Nothing from here on can fail: what a registration may say fits into an `Attach`.
         self._state.groups[info.instance] = group
         group.sessions[info.rank] = session
         self._state.sessions[session.number] = session
-        self._state.catalog(group, info.epoch)
-        self._fit_presence(info)
         if copier.state is CopierState.READY:
             self.attach(session)
         return session
@@ -279,15 +281,16 @@ class Members:
     def reset(self, session: Session, message: messages.Reset) -> None:
         """A rank moves to another epoch.
 
-        Raises: ProtocolError: one that another engine could be in.
+        Raises: ProtocolError: one that another engine could be in, or that there is no memory for;
+            the rank stays where it was.
         """
         group = session.group
         group.check_epoch(message.epoch)
         if message.epoch == session.epoch:
             return
+        self._state.catalog(group, message.epoch)
         session.epoch = message.epoch
         group.leases.end_all()
-        self._state.catalog(group, message.epoch)
         self._state.forget_epochs(group)
 
     def chunk_settled(self, copier: Copier, chunk: int) -> None:

@@ -153,27 +153,38 @@ class State:
         }
 
     def catalog(self, group: Group, epoch: str) -> Catalog:
-        """The pages of one epoch of an engine; made when it is entered."""
+        """The pages of one epoch of an engine; made when it is entered.
+
+        Raises: ProtocolError: there is no memory to keep account of its pages; nothing has changed.
+        """
         catalog = group.catalogs.get(epoch)
+        if catalog is not None:
+            return catalog
+        digest = namespace_digest(group.namespace, group.world_size, group.pools, epoch)
+        catalog = self.catalogs.get(digest)
         if catalog is None:
-            digest = namespace_digest(group.namespace, group.world_size, group.pools, epoch)
-            catalog = self.catalogs.get(digest)
-            if catalog is None:
-                catalog = Catalog(digest, group.world_size, bool(epoch), self.presence)
-                self.catalogs[digest] = catalog
-            if self.directory is not None and not epoch:
-                self._describe(self.directory, group, digest)
-            group.catalogs[epoch] = catalog
+            catalog = Catalog(digest, group.world_size, bool(epoch), self.presence)
+        try:
             for spec in group.pools:
-                layout = self.layout(spec)
                 self.room.open_pool(
                     catalog,
                     spec.name,
                     spec.page_tokens,
-                    layout,
+                    self.layout(spec),
                     spec.window,
                     shards=shards(spec, group.world_size),
                 )
+        except MemoryError:
+            if digest not in self.catalogs:
+                self.room.dissolve(catalog)
+            raise ProtocolError(
+                f"`pools` have pages so small that no memory is left to keep account of all that "
+                f"{self.room.store.budget_bytes >> 20} MiB could hold; start the daemon with less "
+                "--memory, or make pages larger"
+            ) from None
+        self.catalogs[digest] = group.catalogs[epoch] = catalog
+        if self.directory is not None and not epoch:
+            self._describe(self.directory, group, digest)
         return catalog
 
     def _describe(self, directory: PersistDirectory, group: Group, digest: bytes) -> None:

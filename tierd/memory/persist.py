@@ -24,8 +24,10 @@ from tierd.memory.source import ChunkFile
 from tierd.memory.takeover import COPIERS_LOCK, DEATH_S, locked, wait_until_alone
 from tierd.wire.errors import ConfigError
 from tierd.wire.geometry import CHUNK_BYTES
+from tierd.wire.limits import MAX_MESSAGE_BYTES
 
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = MAX_MESSAGE_BYTES
+"""A namespace's record says less than the registration that it is made of."""
 SPARE_RECORDS = 4
 """Namespaces whose records there is to be room for beside the chunks: on a hugetlbfs each takes a
 whole page, and one that cannot be kept costs the cache at the next start."""
