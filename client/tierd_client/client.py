@@ -18,14 +18,12 @@ import torch
 from tierd import __version__
 from tierd.meeting import check_socket, default_socket
 from tierd.wire import limits, messages
-from tierd.wire.errors import ProtocolError
 from tierd.wire.geometry import namespace_digest
 from tierd.wire.layout import RESTORE_ENTRIES, SegmentSpec
-from tierd.wire.presence import Salt
-from tierd_client.breaker import Breaker
 from tierd_client.device import open_device
-from tierd_client.leases import ChainId, Leases, request_name
+from tierd_client.leases import request_name
 from tierd_client.link import Link, LinkState, ProcessHandle
+from tierd_client.lookups import Lookups
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
 from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
 from tierd_client.pools import (
@@ -33,8 +31,6 @@ from tierd_client.pools import (
     PageKeys,
     PoolPages,
     describe,
-    join_keys,
-    key_at,
 )
 from tierd_client.restore import FailedRestore, Restore
 from tierd_client.ring import RingSpace
@@ -45,10 +41,6 @@ log = logging.getLogger("tierd_client")
 
 LIFELINE_LOOK_S = 0.01
 """How often `flush` reads the lifeline: a system call that almost never has anything."""
-SPIN_S = 0.0004
-"""A lookup's answer usually comes within this time; to sleep and be woken would make it longer."""
-LEASE_MARGIN = 0.5
-"""A remembered answer is used for this share of its lease; then it is asked for again."""
 
 
 class TierClient:
@@ -111,7 +103,6 @@ class TierClient:
         self._rank = rank
         self._world_size = world_size
         self._supplies = supplies
-        self._lookup_timeout_s = lookup_timeout_s
         self._verdict_timeout_s = verdict_timeout_s
         self._ack_timeout_s = ack_timeout_s
 
@@ -120,11 +111,15 @@ class TierClient:
         self._resets = 0
         self._outbox = Outbox(self._segment.spec.backup_ring)
         self._ticket = 0
-        self._request = 0
-        self._salts: dict[tuple[str, int], Salt] = {}
-        self._answers: dict[int, messages.LookupReply] = {}
-        self._leases = Leases()
-        self._breaker = Breaker(lookup_timeout_s)
+        self._lookups = Lookups(
+            self._link,
+            self._specs,
+            lambda epoch: namespace_digest(self._namespace, world_size, self._specs, epoch),
+            timeout_s=lookup_timeout_s,
+            receive=self._receive,
+            lost=self._lost,
+            may_restore=self._can_restore,
+        )
         self._restores = 0
         self._restore_ring = RingSpace(self._segment.spec.restore_ring)
         self._entries: list[Restore | None] = [None] * RESTORE_ENTRIES
@@ -208,7 +203,7 @@ class TierClient:
             self._watch()
             self._outbox.ring.free_all()
             self._restore_ring.free_all()
-            self._breaker.connected(time.monotonic(), self._link.heartbeat_s)
+            self._lookups.connected()
             if self._registered_epoch != self._epoch:
                 self._send_reset()  # `reset` was called while the daemon had yet to answer
             log.info("connected to the tierd daemon on %s", self._link.path)
@@ -261,7 +256,7 @@ class TierClient:
             self._outbox.pending,
         )
         self._outbox.fail()
-        self._leases.clear()
+        self._lookups.forget()
 
     def _bump_fence(self) -> None:
         self._segment.fence[0] = (int(self._segment.fence[0]) + 1) % 2**32
@@ -407,7 +402,7 @@ class TierClient:
             elif isinstance(message, messages.Need):
                 self._outbox.need(message.seq)
             elif isinstance(message, messages.LookupReply):
-                self._answers[message.request] = message
+                self._lookups.answered(message)
             else:
                 self._errors += 1
                 if self._errors & (self._errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
@@ -436,97 +431,11 @@ class TierClient:
         """
         if not keys or not self.connected:
             return []
-        indices = self._pools.indices(pools)
-        leased = rid in self._leases
-        if not leased and not self._may_have(key_at(keys, 0), indices):
-            return []
-        now = time.monotonic()
-        if self._breaker.is_open(now, self._link.heartbeat_s) or not self._can_restore():
-            return []
-        chain = ChainId.of(keys, indices)
-        lengths = self._leases.recall(rid, chain, now)
-        if lengths is not None:
-            return lengths
-        if leased and not self._may_have(key_at(keys, 0), indices):
-            return []
-        self._request += 1
-        message = messages.Lookup(
-            request=self._request,
-            epoch=self._epoch,
-            rid=request_name(rid),
-            pools=indices,
-            keys=join_keys([keys]),
-        )
-        reply = self._ask(message)
-        if reply is None:
-            # The daemon may grant it late: whoever cancels the request ends that lease, too.
-            self._leases.remember(rid, chain, [], now, now)
-            return []
-        if reply.lengths:
-            until = now + reply.lease_s * LEASE_MARGIN
-            self._leases.remember(rid, chain, reply.lengths, until, now)
-        else:
-            self._leases.end(rid)
-        return reply.lengths
-
-    def _may_have(self, key: bytes, pools: Sequence[int]) -> bool:
-        """Does the daemon show this page, or is it not sure? Looks into shared memory."""
-        presence = self._link.presence
-        for index in pools:
-            spec = self._specs[index]
-            if presence is None or spec.window:
-                continue
-            salt = self._salts.get((self._epoch, index))
-            if salt is None:
-                digest = namespace_digest(
-                    self._namespace, self._world_size, self._specs, self._epoch
-                )
-                salt = self._salts[self._epoch, index] = Salt(digest, spec.name)
-            if not presence.may_have(key, salt):
-                return False
-        return True
-
-    def _ask(self, message: messages.Lookup) -> messages.LookupReply | None:
-        """Send a lookup and wait for its answer, a bounded time. After a time-out everything
-        misses for a while, so that the next requests do not pay for it again."""
-        try:
-            sent = self._link.send(message)
-        except ProtocolError as error:
-            log.warning("a lookup was not sent, and misses: %s", error)
-            return None
-        start = time.monotonic()
-        deadline = start + self._lookup_timeout_s
-        while sent and self.connected:
-            self._receive()
-            reply = self._answers.pop(message.request, None)
-            if reply is not None:
-                self._breaker.answered()
-                self._answers.clear()
-                return reply
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            if now < start + SPIN_S:
-                continue
-            was_up = self.connected
-            self._link.wait(deadline - now, now)
-            if was_up and not self.connected:
-                self._receive()
-                self._lost("it closed the connection")
-                return None
-        mute_s = self._breaker.timed_out(time.monotonic(), self._link.heartbeat_s)
-        log.warning(
-            "the tierd daemon has not answered a lookup within %.2f s; lookups miss for %.1f s "
-            "(`tierd status` says how it is)",
-            self._lookup_timeout_s,
-            mute_s,
-        )
-        return None
+        return self._lookups.look_up(rid, keys, self._pools.indices(pools), self._epoch)
 
     def cancel(self, rid: str) -> None:
         """The request will not load: its lease ends."""
-        if self._leases.end(rid):
-            self._link.send(messages.Cancel(rid=request_name(rid)))
+        self._lookups.cancel(rid)
 
     # --- restore ------------------------------------------------------------------------------
 
@@ -541,7 +450,7 @@ class TierClient:
         given = self._pools.parts_of([part for pages in loads.values() for part in pages])
         self._restores += 1
         for rid in loads:
-            self._leases.end(rid)
+            self._lookups.loading(rid)
         used = [restore is not None and not restore.over for restore in self._entries]
         entry = used.index(False) if False in used else None
         ring = self._restore_ring
@@ -636,8 +545,7 @@ class TierClient:
             self._outbox.fail()
         else:
             self._outbox.forget()
-        self._leases.clear()
-        self._salts.clear()
+        self._lookups.forget()
         if self.connected:
             self._send_reset()
 
@@ -654,6 +562,7 @@ class TierClient:
         self._bump_fence()
         self._finish_restores()
         self._link.close()
+        self._watched = None
         self._outbox.fail()
         self._device.release_segment()
         if self._watchdog is not None:

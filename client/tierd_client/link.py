@@ -246,8 +246,9 @@ class Link:
         self._next_try = time.monotonic() + self._retry_s
 
     def close(self) -> None:
-        """End the connection for good. Idempotent."""
+        """End the connection for good, and forget the daemon's processes. Idempotent."""
         self.drop()
+        self.control = self.copier = self.presence = None
         self._context.destroy(linger=0)
 
 
