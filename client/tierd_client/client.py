@@ -7,6 +7,7 @@ of a restore (`Restore.finish`; `reset` and `close` ask for it too).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -65,6 +66,9 @@ class TierClient:
 
     Raises:
         RefusedError: pools that cannot be shared; the text says why and what to do.
+        ConfigError: `socket` is no path.
+        OSError, zmq.ZMQError: no memory, process or descriptor left.
+        In all cases nothing is left open.
     """
 
     def __init__(
@@ -83,22 +87,31 @@ class TierClient:
         ack_timeout_s: float = 60.0,
         retry_s: float = 1.0,
     ) -> None:
+        self._namespace = dict(namespace)
         tensors = [buffer.tensor for pool in pools for buffer in pool.buffers]
         self._device = open_device(tensors, rank=rank, forward_stream=forward_stream)
-        self._exports = self._device.export(tensors)
-        places = iter(self._exports.places)
-        self._specs = [describe(pool, [next(places) for _ in pool.buffers]) for pool in pools]
-        self._pools = Pools({pool.name: pool.page_tokens for pool in pools})
-        layers = 1 + max(buffer.layer for pool in pools for buffer in pool.buffers)
-        self._shared = create_segment(SegmentSpec(max_layers=layers))
-        self._segment = self._shared.fields
-        self._device.adopt_segment(self._shared.memory, self._segment)
-        self._watchdog = (
-            None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
-        )
-        self._pidfd = os.pidfd_open(os.getpid())
-        self._link = Link(check_socket(Path(socket)) if socket else default_socket(), retry_s)
-        self._namespace = dict(namespace)
+        with contextlib.ExitStack() as open_now:
+            self._exports = self._device.export(tensors)
+            open_now.callback(self._exports.close)
+            places = iter(self._exports.places)
+            self._specs = [describe(pool, [next(places) for _ in pool.buffers]) for pool in pools]
+            self._pools = Pools({pool.name: pool.page_tokens for pool in pools})
+            layers = 1 + max(buffer.layer for pool in pools for buffer in pool.buffers)
+            self._shared = create_segment(SegmentSpec(max_layers=layers))
+            open_now.callback(self._shared.close)
+            self._segment = self._shared.fields
+            self._watchdog = (
+                None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
+            )
+            if self._watchdog is not None:
+                open_now.callback(self._watchdog.close)
+            self._device.adopt_segment(self._shared.memory, self._segment)
+            open_now.callback(self._device.release_segment)
+            self._pidfd = os.pidfd_open(os.getpid())
+            open_now.callback(os.close, self._pidfd)
+            self._link = Link(check_socket(Path(socket)) if socket else default_socket(), retry_s)
+            open_now.callback(self._link.close)
+            self._open = open_now.pop_all()
         self._instance = instance
         self._rank = rank
         self._world_size = world_size
@@ -561,15 +574,9 @@ class TierClient:
         self._closed = True
         self._bump_fence()
         self._finish_restores()
-        self._link.close()
         self._watched = None
+        self._open.close()
         self._outbox.fail()
-        self._device.release_segment()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._shared.close()
-        self._exports.close()
-        os.close(self._pidfd)
 
     # --- inside -------------------------------------------------------------------------------
 

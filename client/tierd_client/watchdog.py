@@ -56,7 +56,11 @@ class Watchdog:
         self._serial = 0
         self._armed_serial = 0
         self._retry_at = 0.0
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            os.close(self._segment_fd)
+            raise
 
     def watch(self, control_pidfd: int, copier_pidfd: int) -> bool:
         """Watch these two processes from now on, instead of the ones before them.
