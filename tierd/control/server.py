@@ -15,32 +15,29 @@ import resource
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.channel import Channel
 from tierd.config import ServeConfig
 from tierd.control import status
 from tierd.control.backup_desk import BackupDesk
-from tierd.control.backups import STEP_PAGES
 from tierd.control.copier_desk import CopierDesk
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.deadlines import Deadlines
 from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
-from tierd.control.groups import Session
-from tierd.control.members import Members, refused
+from tierd.control.lifeline_desk import LifelineDesk
+from tierd.control.members import Members
 from tierd.control.recovery import recover
 from tierd.control.restore_desk import RestoreDesk
 from tierd.control.state import State
 from tierd.memory.limits import format_size
 from tierd.memory.persist import PersistDirectory
 from tierd.wire import codec, messages
-from tierd.wire.errors import ConfigError, ProtocolError, TierdError
+from tierd.wire.errors import ConfigError, ProtocolError
 
 log = logging.getLogger("tierd.control")
 
@@ -60,19 +57,6 @@ LAST_ACKS_S = 0.5
 SPARE_DESCRIPTORS = 512
 """What control needs beside one descriptor a chunk: a few a rank, and its own."""
 EXIT_DONE, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 4
-
-
-@dataclass(eq=False)
-class Connection:
-    """One accepted lifeline: an admin command, or a rank.
-
-    `since`: when it came. `known`: it has said something whole.
-    """
-
-    channel: Channel[messages.FromLifeline]
-    since: float
-    session: Session | None = None
-    known: bool = False
 
 
 def serve(config: ServeConfig, on_ready: Callable[[], None], notify: Callable[[str], None]) -> int:
@@ -148,9 +132,7 @@ class Control:
         self._backups = BackupDesk(self._state)
         self._restores = RestoreDesk(self._state)
         self._copiers = CopierDesk(self._state, self._members, self._restores)
-        self._connections: list[Connection] = []
-        # Long work that may take its time: a step of the first one a turn.
-        self._chores: deque[Iterator[None]] = deque()
+        self._lifelines = LifelineDesk(self._state, self._members, self._status)
         self._next_tick = 0.0
         self._wake_out, self._wake_in = socket.socketpair()
 
@@ -225,10 +207,7 @@ class Control:
         self._receive(self._wait(0.0) if ready is None else ready, now)
         more = self._backups.work(now, lambda: self._look(now))
         self._backups.send_acks()
-        if self._chores:
-            if next(self._chores[0], self) is self:
-                self._chores.popleft()
-            more = more or bool(self._chores)
+        more = self._lifelines.work() or more
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._housekeep(now)
@@ -251,10 +230,8 @@ class Control:
         self._state.endpoint.close(LAST_ACKS_S)
         for session in self._state.sessions.values():
             session.close()
-        for connection in self._connections:
-            connection.channel.close()
+        self._lifelines.close()
         self._state.sessions.clear()
-        self._connections.clear()
         created_bytes = self._state.room.store.created_bytes
         stop_s = self._state.deadlines.stop_s + created_bytes / UNPINNED_BYTES_PER_S
         for copier in self._state.copiers.values():
@@ -303,7 +280,7 @@ class Control:
         for copier in self._state.copiers.values():
             if copier.state is CopierState.ENDING:
                 wanted.append((copier.pidfd, zmq.POLLIN))
-        if any(connection.channel.closed for connection in self._connections):
+        if self._lifelines.closed:
             patience_s = 0.0
         ready = {what for what, _ in zmq.zmq_poll(wanted, int(patience_s * 1000))}
         if self._wake_out.fileno() in ready:
@@ -327,9 +304,7 @@ class Control:
         )
 
     def _channels(self) -> Iterator[Channel[Any]]:
-        for connection in self._connections:
-            if not connection.channel.closed:
-                yield connection.channel
+        yield from self._lifelines.channels
         for copier in self._state.copiers.values():
             if copier.channel is not None:
                 yield copier.channel
@@ -340,57 +315,11 @@ class Control:
             heard = copier.channel is not None and copier.channel.fileno() in ready
             if heard or copier.state is CopierState.ENDING:
                 self._copiers.receive(copier, now)
-        for connection in list(self._connections):
-            if connection.channel.closed or connection.channel.fileno() in ready:
-                self._receive_lifeline(connection, now)
+        self._lifelines.receive(ready, now)
         if endpoint.listener.fileno() in ready:
-            for channel in endpoint.accept():
-                self._connections.append(Connection(channel, now))
+            self._lifelines.accept(now)
         if endpoint.router in ready:
             self._receive_clients(MESSAGES_A_TURN, now)
-
-    def _receive_lifeline(self, connection: Connection, now: float) -> None:
-        channel = connection.channel
-        try:
-            channel.flush()
-            for message, fds in channel.receive():
-                connection.known = True
-                try:
-                    self._on_lifeline(connection, message, fds, now)
-                except TierdError as error:
-                    close_all(fds)
-                    self._state.counters["errors"] += 1
-                    log.warning("refused: %s", error)
-                    channel.send(refused(error))
-        except ProtocolError as error:
-            self._state.counters["errors"] += 1
-            log.warning("closing a connection, whose other end is told why: %s", error)
-            with contextlib.suppress(ChannelClosed):
-                channel.send(refused(error))
-            self._drop(connection, now)
-        except ChannelClosed:
-            self._drop(connection, now)
-
-    def _drop(self, connection: Connection, now: float) -> None:
-        """A connection is over, and the rank behind it gone."""
-        connection.channel.close()
-        self._connections.remove(connection)
-        if connection.session is not None:
-            self._members.leave(connection.session, now)
-
-    def _drop_strangers(self, now: float) -> None:
-        """Who connects and says nothing must not hold a descriptor for ever."""
-        oldest = now - self._state.deadlines.stranger_s
-        for connection in list(self._connections):
-            if connection.known or connection.channel.closed or connection.since > oldest:
-                continue
-            log.warning(
-                "closing a connection (pid %d) that has said nothing for %.0f s; whoever it is may "
-                "come again",
-                connection.channel.peer()[0],
-                now - connection.since,
-            )
-            self._drop(connection, now)
 
     def _look(self, now: float) -> None:
         """Between two steps of long work: answer what clients have asked."""
@@ -424,50 +353,6 @@ class Control:
         except ProtocolError as error:
             self._state.complain(route, error)
 
-    # --- the lifeline -------------------------------------------------------------------------
-
-    def _on_lifeline(
-        self,
-        connection: Connection,
-        message: messages.FromLifeline,
-        fds: list[int],
-        now: float,
-    ) -> None:
-        channel = connection.channel
-        if isinstance(message, messages.Register):
-            if connection.session is not None:
-                raise ProtocolError("this connection is registered already")
-            connection.session = self._members.register(channel, message, fds, now)
-            return
-        close_all(fds)
-        fds.clear()  # whoever handles an error of what follows closes what is in there
-        if isinstance(message, messages.StatusRequest):
-            channel.send(messages.Status(data=self._status(now)))
-        elif isinstance(message, messages.ClearRequest):
-            self._chores.append(self._clear(channel))
-        else:
-            self._state.paused = message.paused
-            log.info(
-                "paused: lookups miss and backups are shed until `tierd resume`"
-                if message.paused
-                else "resumed"
-            )
-            channel.send(messages.Done(detail={"paused": int(message.paused)}))
-
-    def _clear(self, channel: Channel[messages.FromLifeline]) -> Iterator[None]:
-        """Drop every page that nobody is loading, some at a time, and say how many there were."""
-        dropped = 0
-        pools = [pool for c in self._state.catalogs.values() for pool in c.pools.values()]
-        for pool in pools:
-            left = pool.pages  # more may come meanwhile
-            while left > 0 and (gone := pool.evict(min(left, STEP_PAGES))):
-                dropped += gone
-                left -= gone
-                yield
-        log.info("cleared %d pages", dropped)
-        with contextlib.suppress(ChannelClosed):
-            channel.send(messages.Done(detail={"pages": dropped}))
-
     def _status(self, now: float) -> dict[str, Any]:
         return status.snapshot(
             socket=str(self._state.endpoint.path),
@@ -488,7 +373,7 @@ class Control:
     def _housekeep(self, now: float) -> None:
         self._restores.expire(now)
         self._copiers.tend(now)
-        self._drop_strangers(now)
+        self._lifelines.drop_strangers(now)
         if self._announced and now >= self._next_notice:
             self._next_notice = now + NOTIFY_S
             self._notify("WATCHDOG=1")
