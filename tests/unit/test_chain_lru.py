@@ -17,6 +17,7 @@ from tierd.control.pages import PagePool
 from tierd.eviction import ChainLru
 from tierd.eviction.chain_reuse import ChainReuse
 from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
+from tierd.eviction.window_lru import WindowLru
 from tierd.wire.geometry import host_layout
 from tierd.wire.limits import KEY_BYTES
 
@@ -185,6 +186,36 @@ def test_the_leaf_list_does_not_grow_with_use() -> None:
         policy.orphan(0)
         policy.evict(1, lambda slots: np.zeros(len(slots), np.bool_), lambda _: None)
     assert len(policy._leaves) <= 64 + 2 * 4 + 1
+
+
+@pytest.mark.parametrize("make", [ChainLru, ChainReuse, WindowLru])
+def test_pages_that_must_stay_are_looked_at_once_and_not_at_every_eviction(
+    make: Callable[[], EvictionPolicy],
+) -> None:
+    policy, held, free = make(), 1000, 300
+    policy.grow(held + free)
+    for slot in range(held + free):
+        policy.insert(np.array([slot]), NO_PARENT, slot + 1)
+    stays, asked, gone = np.arange(held + free) < held, 0, []
+
+    def evictable(slots: Slots) -> npt.NDArray[np.bool_]:
+        nonlocal asked
+        asked += len(slots)
+        return ~stays[slots]
+
+    def drop(run: Slots) -> None:
+        gone.extend(run.tolist())
+        policy.remove(run)
+
+    for _ in range(100):
+        assert policy.evict(2, evictable, drop) == 2
+    assert asked <= held + 100 * 2 * 2, "not a hundred times all that are held"
+    assert gone == list(range(held, held + 200)), "the oldest of those that may go"
+    for slot in (7, 3):  # two are let go of: as old as they are, they are next
+        stays[slot] = False
+        policy.allow(np.array([slot]))
+    assert policy.evict(3, evictable, drop) == 3
+    assert gone[200:] == [3, 7, held + 200]
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -283,6 +283,7 @@ class PagePool:
         self._holds[slots] -= 1
         left = _distinct(slots[self._holds[slots] == 0])
         self._held -= len(left)
+        self.policy.allow(left)
         self._set_free(left[self._state[left] == _SPOILED])
 
     def reserve(
@@ -330,6 +331,7 @@ class PagePool:
         """All shards of these WRITING pages are in place: they are visible."""
         self._state[slots] = COMMITTED
         self._committed += len(slots)
+        self.policy.allow(slots)
         self._records.committed(slots)
         if self.on_commit is not None:
             self.on_commit(self._index.keys_of(slots))

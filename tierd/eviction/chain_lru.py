@@ -39,6 +39,8 @@ class ChainLru:
         self._previous: npt.NDArray[np.int64] = column(np.int64, most)
         # Entries may be outdated; `evict` checks.
         self._leaves: list[int] = []
+        # Leaves that were found not to be evictable: they have no entry until they are.
+        self._parked: npt.NDArray[np.bool_] = column(np.bool_, most)
 
     def grow(self, capacity: int) -> None:
         self.parent = grown(self.parent, capacity, NO_PARENT)
@@ -48,6 +50,7 @@ class ChainLru:
         self._child = grown(self._child, capacity, _NONE)
         self._next = grown(self._next, capacity, _NONE)
         self._previous = grown(self._previous, capacity, _NONE)
+        self._parked = grown(self._parked, capacity)
 
     def insert(self, run: Slots, parent: int, now: int) -> None:
         first, last = int(run[0]), int(run[-1])
@@ -82,12 +85,19 @@ class ChainLru:
     def touch(self, slots: Slots, now: int) -> None:
         self._last_use[slots] = now
 
+    def allow(self, slots: Slots) -> None:
+        again = slots[self._parked[slots]]
+        self._parked[again] = False
+        for slot in again.tolist():
+            self._push(slot)
+
     def remove(self, run: Slots) -> None:
         parent = int(self.parent[run[-1]])
         used = int(self._last_use[run].max())
         if parent != NO_PARENT:
             self._detach(int(run[-1]))
         self._present[run] = False
+        self._parked[run] = False
         self._last_use[run] = _NEVER
         self.parent[run] = NO_PARENT
         self.children[run] = 0
@@ -98,7 +108,6 @@ class ChainLru:
                 self._push(parent)
 
     def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
-        held: list[int] = []
         gone = 0
         while gone < count and self._leaves:
             used, slot = unpacked(heapq.heappop(self._leaves))
@@ -112,9 +121,7 @@ class ChainLru:
                 drop(run)
                 gone += len(run)
             else:
-                held.append(slot)
-        for slot in held:
-            self._push(slot)
+                self._parked[slot] = True
         self._compact()
         return gone
 
@@ -170,7 +177,7 @@ class ChainLru:
     def _compact(self) -> None:
         """Outdated entries must not outgrow the pool."""
         if len(self._leaves) > 64 + 2 * len(self._present):
-            leaves = np.flatnonzero(self._present & (self.children == 0))
+            leaves = np.flatnonzero(self._present & (self.children == 0) & ~self._parked)
             self._leaves = heap_of(self._last_use[leaves], leaves)
 
 

@@ -75,7 +75,6 @@ class ChainReuse(ChainLru):
 
     def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
         chances = self._chances()
-        held: list[int] = []
         gone = 0
         while gone < count:
             coldest = self._coldest(chances)
@@ -84,15 +83,13 @@ class ChainReuse(ChainLru):
             used, slot = unpacked(heapq.heappop(self._heaps[coldest]))
             run = self._victims(slot, count - gone, evictable)
             if not len(run):
-                held.append(slot)
+                self._parked[slot] = True
                 continue
             if used:
                 self._losses[coldest] += len(run)
                 self._victim_use = used
             drop(run)
             gone += len(run)
-        for slot in held:
-            self._push(slot)
         self._age_observations()
         self._compact()
         return gone
@@ -182,7 +179,7 @@ class ChainReuse(ChainLru):
         """Outdated entries must not outgrow the pool."""
         if sum(map(len, self._heaps)) <= 64 + 2 * len(self._present):
             return
-        leaves = np.flatnonzero(self._present & (self.children == 0))
+        leaves = np.flatnonzero(self._present & (self.children == 0) & ~self._parked)
         for which in range(CLASSES):
             mine = leaves[self._class[leaves] == which]
             self._heaps[which] = heap_of(self._last_use[mine], mine)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 Slots = npt.NDArray[np.int64]
 
 Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
-"""Which of some pages may go. Shapes: (n,) both."""
+"""Which of some pages may go. Shapes: (n,) both. Of one that may not, the policy is told when it
+may: until then it is not asked again."""
 Drop = Callable[[Slots], None]
 """Gives a run of pages up, named from the last one upwards."""
 
@@ -52,6 +53,9 @@ class EvictionPolicy(Protocol):
         """These pages were used. What comes before them in their chains counts as used too. 0:
         they have turned out to be of no use to anybody, and go first."""
 
+    def allow(self, slots: Slots) -> None:
+        """These pages may go from now on."""
+
     def remove(self, run: Slots) -> None:
         """A run of pages is gone, named from its last page upwards. That page must have no
         successors here, and the others none but the one named before them."""
@@ -61,7 +65,7 @@ class EvictionPolicy(Protocol):
 
         They are given to `drop` as runs, from the last page upwards, and it calls `remove`; that
         may make the page before them the next candidate. Returns how many went: fewer only if no
-        other page may go.
+        other page may go. The work is in proportion to that, whatever part of the pool must stay.
         """
 
     def recency(self, slots: Slots | slice) -> int:

@@ -35,6 +35,8 @@ class WindowLru:
         self._order: npt.NDArray[np.int64] = column(np.int64, most)
         self._present: npt.NDArray[np.bool_] = column(np.bool_, most)
         self._inserted = 0
+        # Pages that were found not to be evictable: they have no entry until they are.
+        self._parked: npt.NDArray[np.bool_] = column(np.bool_, most)
         # (last use when pushed, order of insertion, slot). May be outdated; `evict` checks.
         self._queue: list[tuple[int, int, int]] = []
 
@@ -44,6 +46,7 @@ class WindowLru:
         self._last_use = grown(self._last_use, capacity)
         self._order = grown(self._order, capacity)
         self._present = grown(self._present, capacity)
+        self._parked = grown(self._parked, capacity)
 
     def insert(self, run: Slots, parent: int, now: int) -> None:
         self._present[run] = True
@@ -70,23 +73,25 @@ class WindowLru:
         for slot in older.tolist():
             self._push(slot)
 
+    def allow(self, slots: Slots) -> None:
+        again = slots[self._parked[slots]]
+        self._parked[again] = False
+        for slot in again.tolist():
+            self._push(slot)
+
     def remove(self, run: Slots) -> None:
         self._present[run] = False
+        self._parked[run] = False
         self._last_use[run] = _NEVER
 
     def evict(self, count: int, evictable: Evictable, drop: Drop) -> int:
-        held: list[tuple[int, int, int]] = []
+        held: list[int] = []
         gone: list[int] = []
         while coldest := self._pop(count - len(gone)):
             may_go = evictable(np.array([slot for _, _, slot in coldest])).tolist()
-            for entry, goes in zip(coldest, may_go, strict=True):
-                if goes:
-                    gone.append(entry[2])
-                else:
-                    held.append(entry)
-        for entry in held:
-            self._present[entry[2]] = True
-            heapq.heappush(self._queue, entry)
+            for (_, _, slot), goes in zip(coldest, may_go, strict=True):
+                (gone if goes else held).append(slot)
+        self._present[held] = self._parked[held] = True
         if gone:
             drop(np.array(gone))
         self._compact()
@@ -119,6 +124,6 @@ class WindowLru:
         """Outdated entries must not outgrow the pool."""
         if len(self._queue) <= 64 + 4 * len(self._present):
             return
-        slots = np.flatnonzero(self._present).tolist()
+        slots = np.flatnonzero(self._present & ~self._parked).tolist()
         self._queue = [(int(self._last_use[s]), int(self._order[s]), s) for s in slots]
         heapq.heapify(self._queue)
