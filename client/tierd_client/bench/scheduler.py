@@ -9,13 +9,10 @@ import argparse
 import contextlib
 import gc
 import json
-import os
-import platform
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple
@@ -24,6 +21,8 @@ import numpy as np
 import torch
 
 from tierd_client.bench.load import load
+from tierd_client.bench.machine import machine
+from tierd_client.bench.scheduler_cases import CORES, MATCH_PAGES, STEPS, Case, cases
 from tierd_client.bench.scheduler_tree import TIERS, WITHOUT_GPU, SchedulerTree, TierName
 from tierd_client.sglang.tree_pools import EngineShape
 
@@ -33,77 +32,9 @@ WARM_UP_STEPS = 4
 """Two fill the device, which then evicts; four fill HiCache's host pool."""
 IDLE_CALLS = 200
 MATCHES = 20
-STEPS = {1: 8, 8: 4, 64: 2}
-"""By how many requests finish in a step: steps a round."""
-MATCH_PAGES = (100, 1000)
 LOADED_MATCHES = 200
 LOAD_PAGES_PER_S = 40_000
-REQUESTS = 96
-CORES = ("rust", "python")
-"""SGLang's tree cores; the first is what it chooses by itself."""
 _VOCABULARY = 50_000
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of engine and of request.
-
-    Attributes:
-        pages: Of a request's prompt.
-        window: Tokens of sliding windows; 0 is none.
-        states: Whether layers have recurrent states.
-        matches: Whether lookups are measured, too.
-    """
-
-    page_tokens: int
-    pages: int
-    core: str
-    window: int = 0
-    states: bool = False
-    matches: bool = False
-
-    @property
-    def components(self) -> str:
-        """The tree's components, in words."""
-        return "FULL" + "+SWA" * bool(self.window) + "+Mamba" * self.states
-
-    @property
-    def name(self) -> str:
-        """The case in words, unlike any other's."""
-        tokens = f"{self.page_tokens} token" + "s" * (self.page_tokens > 1)
-        return f"{self.components}, {self.pages} pages of {tokens}, {self.core} core"
-
-    def shape(self, device: str) -> EngineShape:
-        """A device that holds twice what the largest step does: from its third step on, every
-        tier evicts. Few layers: their number costs the scheduler nothing. On a GPU the rows have
-        the size of common models', which decides what HiCache copies them with."""
-        step = max(STEPS) * self.pages
-        pages = max(2 * step, MATCH_PAGES[-1] + self.pages if self.matches else 0)
-        return EngineShape(
-            page_tokens=self.page_tokens,
-            pool_tokens=pages * self.page_tokens,
-            layers=3,
-            heads=1 if device == "cpu" else 8,
-            head_dim=8 if device == "cpu" else 128,
-            core=self.core,
-            window=self.window,
-            states=2 * REQUESTS if self.states else 0,
-            requests=REQUESTS,
-            device=device,
-        )
-
-
-def cases(quick: bool, cores: Sequence[str] = CORES) -> list[Case]:
-    """What is measured, in that order."""
-    found = []
-    for core in cores:
-        found.append(Case(64, 16, core, matches=True))
-        found.append(Case(1, 256, core, matches=True))
-        if not quick:
-            found.append(Case(64, 16, core, window=128))
-            found.append(Case(1, 256, core, window=128, states=True))
-            found.append(Case(64, 64, core))
-    return found
 
 
 class Row(NamedTuple):
@@ -419,17 +350,6 @@ def _memory() -> dict[str, int]:
     }
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Where this ran."""
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "gpu": None if device == "cpu" else torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "sglang": version("sglang"),
-    }
-
-
 def run(
     socket: str,
     device: str,
@@ -460,7 +380,7 @@ def run(
             rows += (found := bench.rows())
         progress(next(done) / total, case.name, rows=[row._asdict() for row in found])
     return {
-        "machine": machine(device),
+        "machine": machine(torch.device(device)) | {"sglang": version("sglang")},
         "left_out": left_out,
         "client_memory": memory,
         "load": {"wanted_pages_per_s": LOAD_PAGES_PER_S, "kept_pages_per_s": max(loads)},
