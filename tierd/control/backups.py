@@ -54,8 +54,8 @@ class Piece:
     waiters: list[Backup] = field(default_factory=list)
 
     def of(self, rank: int, ranks: int) -> tuple[Slots, Slots]:
-        """What one of the ranks copies, which pages to which slots: all of them to its own shard,
-        or its stripe of them where one shard serves all."""
+        """What one of the ranks copies, which pages of the part to which slots, both of shape
+        (n,): all of them to its own shard, or its stripe of them where one shard serves all."""
         if self.pool.shards == ranks:
             return self.pages, self.slots
         # Where they cannot be divided evenly, it is not always the same rank that has more.
@@ -98,7 +98,8 @@ class Placement:
         return self._steps[0]
 
     def known(self, pool: PagePool, keys: Keys) -> Slots:
-        """The slots of the next pages. A step that had to wait for room need not look again."""
+        """The slots of the next pages, as `PagePool.find_all` has them. A step that had to wait
+        for room need not look again."""
         if self._absent_at == pool.arrivals:
             return np.full(len(keys), MISSING)
         known = pool.find_all(keys)

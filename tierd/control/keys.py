@@ -122,7 +122,7 @@ class KeyIndex:
         return self._find(keys, to_first_missing=False)
 
     def prefix(self, keys: Keys) -> Slots:
-        """The slots of the keys up to the first that is missing."""
+        """The slots of the keys up to the first that is missing. Shape: (how many those are,)."""
         return self._find(keys, to_first_missing=True)
 
     def add(self, keys: Keys, slots: Slots) -> None:

@@ -206,7 +206,7 @@ class PagePool:
         return self._index.find(keys)
 
     def being_written(self, slots: Slots) -> Slots:
-        """Which of these slots are WRITING; MISSING is none of them."""
+        """Those of these slots that are WRITING, in their order; MISSING is none of them."""
         here = slots[slots != MISSING]
         writing: Slots = here[self._state[here] == WRITING]
         return writing
@@ -220,7 +220,7 @@ class PagePool:
         return self._holds[slots] > 0
 
     def prefix(self, keys: Keys) -> Slots:
-        """Slots of the longest run of committed pages from the first key on."""
+        """Slots of the longest run of committed pages from the first key on. Shape: (run,)."""
         found = self._index.prefix(keys)
         missing = np.flatnonzero(self._state[found] != COMMITTED)
         return found[: missing[0]] if len(missing) else found

@@ -110,7 +110,8 @@ class RoomKeeper:
     def locate(
         self, pool: PagePool, slots: Slots, rank: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Chunk numbers and slots within them of a pool's slots, in a rank's shard."""
+        """Chunk numbers and slots within them of a pool's slots, in a rank's shard. Shapes:
+        (len(slots),)."""
         return self._rows[id(pool)].locate(slots, _shard(pool, rank))
 
     def share(self, catalog: Catalog, rank: int, holder: Copier) -> set[int]:
@@ -144,7 +145,8 @@ class RoomKeeper:
         return ordinal
 
     def headers(self, pool: PagePool, ordinal: int) -> list[npt.NDArray[np.void]]:
-        """The slot headers of a row, copied, one array a shard."""
+        """The slot headers of a row, copied: for each shard, shape (slots of a chunk,), dtype
+        `layout.SLOT_HEADER`."""
         return [chunk.headers.copy() for chunk in self._rows[id(pool)].rows[ordinal]]
 
     def verified(self, number: int, corrupt: Slots) -> int:

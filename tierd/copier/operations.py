@@ -126,7 +126,8 @@ def split_rows(ops: Records) -> Records:
 
 
 def one_by_one(deep: Records) -> tuple[Records, U64]:
-    """A copy of each record for each of its rows, with a depth of 1, and the row's number."""
+    """A copy of each record for each of its rows, with a depth of 1, and the row's number. Shapes:
+    (sum of the depths,)."""
     counts = deep["depth"].astype(np.int64)
     rows: Records = np.repeat(deep, counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)

@@ -110,7 +110,7 @@ class Group:
 
     @cached_property
     def wide_pages(self) -> U64:
-        """Per progression, how many pages side by side make a row of WIDE_ROW_BYTES."""
+        """How many pages side by side make a row of WIDE_ROW_BYTES. Shape: (progressions,)."""
         row_bytes = self.progressions["row_bytes"]
         pages: U64 = (np.uint64(WIDE_ROW_BYTES - 1) + row_bytes) // row_bytes
         return pages
@@ -228,8 +228,8 @@ class PoolPlan:
             yield self.batch(group, piece, direction)
 
     def cut(self, group: Group, runs: Records, *, begins: bool = False) -> Iterator[Records]:
-        """The runs that are to be one piece, in order. `begins`: a job does, so that the first
-        pieces are shorter."""
+        """Slices of `runs`, dtype RUNS, each of which is to be one piece, in order. `begins`: a
+        job does, so that the first ones are shorter."""
         if not len(group.progressions):
             return iter(())
         if self.path is Path.ROWS:

@@ -149,7 +149,7 @@ class Session:
     detaching: bool = False
 
     def ring_pages(self, direction: Direction, part: CopyPart) -> I64:
-        """A part's page numbers, copied: what is checked must be what is used."""
+        """A part's page numbers, copied: what is checked must be what is used. Shape: (pages,)."""
         ring = self.segment.restore_ring if direction else self.segment.backup_ring
         pages: I64 = ring[np.frombuffer(part.ring, "<u8") % np.uint64(len(ring))]
         return pages

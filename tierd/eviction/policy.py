@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Slots = npt.NDArray[np.int64]
+"""Slot numbers of one pool. Shape: (n,)."""
 
 Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
 """Which of some pages may go. Shapes: (n,) both. Of one that may not, the policy is told when it

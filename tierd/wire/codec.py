@@ -181,7 +181,10 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yields each complete frame: its payload, and how many descriptors belong to it."""
+        """Yields each complete frame: its payload, and how many descriptors belong to it.
+
+        Raises: ProtocolError: as the class says.
+        """
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             length, fds = _HEADER.unpack_from(self._buffer)

@@ -77,6 +77,8 @@ class Segment:
     Ring positions count up for ever; position p is element p % n. Ticket t's words hold t once
     ready, in element t % TICKETS. A layer word holds its restore's generation once the layer may
     be read.
+
+    Raises: ProtocolError: the buffer is smaller than such a segment.
     """
 
     def __init__(self, buffer: Any, spec: SegmentSpec) -> None:

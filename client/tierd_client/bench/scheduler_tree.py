@@ -118,7 +118,10 @@ class SchedulerTree:
 
     def admit(self, request: Any) -> None:
         """Give a matched request its slots, as if all its prompt had been computed. Evicts what it
-        must."""
+        must.
+
+        Raises: ValueError: a part of its prompt is on the device already.
+        """
         tokens = len(request.origin_input_ids)
         fresh = tokens - request.prefix_len
         if fresh != tokens:

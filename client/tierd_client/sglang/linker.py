@@ -243,7 +243,10 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a restore of what a lookup found. The answer depends on nothing that could
-        differ between ranks: what fails after all is reported by `finish_layer_wise_loading`."""
+        differ between ranks: what fails after all is reported by `finish_layer_wise_loading`.
+
+        Raises: RuntimeError: the request has a queued load already; SGLang makes one at a time.
+        """
         if self._weights_are_stale:
             return False
         if rid in self._loads:
