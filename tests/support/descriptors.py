@@ -34,13 +34,22 @@ def opened_since(before: Open, having: str = "") -> list[tuple[int, str]]:
 
 @contextmanager
 def descriptors_left(more: int) -> Iterator[None]:
-    """This process may open so many more descriptors, and no others."""
+    """This process may open so many more descriptors, and no others: nor does it close any that
+    are garbage meanwhile."""
+    gc.collect()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.dup(0) for _ in range(more + 1)]
-    for fd in free:
-        os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
+    highest = max(number for number, _ in open_descriptors())
+    plugs = [os.dup(0)]
+    while plugs[-1] <= highest:
+        plugs.append(os.dup(0))
+    first_free = plugs.pop()
+    os.close(first_free)
+    gc.disable()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + more, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        gc.enable()
+        for fd in plugs:
+            os.close(fd)

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 import zmq
 from descriptors import descriptors_left
+from zmq.utils.monitor import recv_monitor_message
 
 from tierd.control.endpoint import Endpoint
+from tierd.wire import limits
 from tierd.wire.errors import ConfigError
+
+PATIENCE_MS = 120_000
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def unread_client(endpoint: Endpoint, stack: ExitStack) -> zmq.Socket[bytes]:
     dealer.setsockopt(zmq.RCVHWM, 1)
     dealer.connect(f"ipc://{endpoint.path}.zmq")
     dealer.send(b"hello")
-    assert endpoint.router.poll(10_000)
+    assert endpoint.router.poll(PATIENCE_MS)
     route, _ = endpoint.router.recv_multipart()
     for _ in range(100):
         endpoint.router.send_multipart([route, bytes(1 << 20)])
@@ -63,6 +67,30 @@ def test_the_file_that_a_successor_waits_for_is_the_last_to_go(tmp_path: Path) -
     assert left == [{"tierd.sock"}]
 
 
+def test_a_client_that_was_cut_off_is_heard_again_however_long_nobody_listened(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    endpoint = Endpoint(tmp_path / "tierd.sock")
+    stack.callback(endpoint.close)
+    context = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.IDENTITY, b"name")
+    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    stack.callback(dealer.disable_monitor)
+    dealer.connect(f"ipc://{endpoint.path}.zmq")
+    assert monitor.poll(PATIENCE_MS)
+    recv_monitor_message(monitor)
+    dealer.send(b"first")
+    assert endpoint.router.poll(PATIENCE_MS)
+    assert list(endpoint.receive(9)) == [(b"name", b"first")]
+    dealer.send(bytes(2 * limits.MAX_MESSAGE_BYTES + 1))
+    assert monitor.poll(PATIENCE_MS), "it connects again"
+    dealer.send(b"second")
+    assert endpoint.router.poll(PATIENCE_MS)
+    assert list(endpoint.receive(9)) == [(b"name", b"second")]
+
+
 def test_a_live_endpoint_is_not_taken_over(tmp_path: Path, stack: ExitStack) -> None:
     first = Endpoint(tmp_path / "tierd.sock")
     stack.callback(first.close)
@@ -76,7 +104,7 @@ def test_an_endpoint_that_takes_its_time_to_end_leaves_its_successor_alone(
 ) -> None:
     old = Endpoint(tmp_path / "tierd.sock")
     client = unread_client(old, stack)
-    ending = threading.Thread(target=old.close, args=(60.0,))
+    ending = threading.Thread(target=old.close, args=(10 * PATIENCE_MS / 1000,))
     ending.start()
     stack.callback(ending.join)
     new = None
@@ -88,7 +116,7 @@ def test_an_endpoint_that_takes_its_time_to_end_leaves_its_successor_alone(
     stack.callback(new.close)
     assert ending.is_alive(), "the two overlap"
     client.close(0)
-    ending.join(30.0)
+    ending.join(PATIENCE_MS / 1000)
     assert not ending.is_alive()
     assert {file.name for file in tmp_path.iterdir()} == {"tierd.sock", "tierd.sock.zmq"}
 
@@ -99,16 +127,16 @@ def test_without_a_descriptor_left_who_connects_is_turned_away_and_does_not_keep
     endpoint = Endpoint(tmp_path / "tierd.sock")
     stack.callback(endpoint.close)
     early, late = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
-    early.settimeout(10.0)
+    early.settimeout(PATIENCE_MS / 1000)
     early.connect(str(endpoint.path))
     listening = select.poll()
     listening.register(endpoint.listener, select.POLLIN)
-    assert listening.poll(10_000)
+    assert listening.poll(PATIENCE_MS)
     with descriptors_left(0):
         assert list(endpoint.accept()) == []
     assert early.recv(1) == b"", "it is told to come again, rather than left waiting"
     assert not listening.poll(0)
     late.connect(str(endpoint.path))
-    assert listening.poll(10_000)
+    assert listening.poll(PATIENCE_MS)
     (channel,) = endpoint.accept()
     channel.close()

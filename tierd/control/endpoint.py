@@ -57,6 +57,9 @@ class Endpoint:
                     self.router.setsockopt(zmq.LINGER, 0)
                     self.router.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
                     self.router.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+                    # A client that was cut off is back under its name before we have had a turn:
+                    # without this, its messages would be passed over from then on.
+                    self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
                     # A little above our own limit: what is between gets an error reply,
                     # what is above costs its sender the connection.
                     self.router.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_MESSAGE_BYTES)
@@ -75,6 +78,8 @@ class Endpoint:
     def accept(self) -> Iterator[Channel[messages.FromLifeline]]:
         """The lifelines that came in. Those of users whom we do not serve are told so when they
         say something: to hang up on them at once would lose the answer."""
+        if self._spare < 0:
+            self._keep_spare()
         while True:
             try:
                 sock, _ = self.listener.accept()
@@ -103,10 +108,17 @@ class Endpoint:
     def _turn_away(self) -> None:
         """Take a connection and end it. Left waiting, it would keep the listener readable, and the
         loop awake, for as long as no descriptor is free."""
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         with contextlib.suppress(OSError):
             self.listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        """Have a descriptor to give up, unless others have taken them all just now."""
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def heard(self) -> bool:
