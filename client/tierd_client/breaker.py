@@ -6,7 +6,8 @@ import math
 
 STALE_S = 5.0
 """Control writes its heartbeat about once a second when it is idle, and more often when it works:
-one that is so old belongs to a process that hangs or is stopped."""
+one that is so old belongs to a process that hangs or is stopped. Whoever waits longer than that for
+an answer takes it for dead no sooner."""
 MAX_MUTE_S = 10.0
 
 
@@ -20,6 +21,7 @@ class Breaker:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._stale_s = max(STALE_S, timeout_s)
         self._mute_s = timeout_s
         self._muted_until = 0.0
         self._silent_at: float | None = None
@@ -42,7 +44,7 @@ class Breaker:
         """
         age_s = now - beat_s
         self._least_age_s = min(self._least_age_s, age_s)
-        if age_s - self._least_age_s > STALE_S:
+        if age_s - self._least_age_s > self._stale_s:
             return True
         return now < self._muted_until or beat_s == self._silent_at
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_harness import Daemon, prompt
+from sglang_harness import DEADLINE_S, Daemon, prompt
 from sglang_users import ENGINES, LARGE
 from tierd_client.bench.scheduler_tree import SchedulerTree, TierName
 from tierd_client.sglang.tree_engine import TreeEngine
@@ -43,7 +43,10 @@ def open_tree(daemon: Daemon, request: pytest.FixtureRequest) -> Open:
     def open_one(tier: TierName = "tierd", **shape: Any) -> Iterator[SchedulerTree]:
         sizes = {"page_tokens": PAGE, "pool_tokens": 1024, "requests": 64, "core": request.param}
         shape = {**sizes, **shape}
-        with SchedulerTree(tier, EngineShape(**shape), str(daemon.socket)) as tree, tree.settings():
+        opened = SchedulerTree(tier, EngineShape(**shape), str(daemon.socket), DEADLINE_S)
+        with opened as tree, tree.settings():
+            if tier == "tierd":
+                assert tree.linker.client.connect(DEADLINE_S)
             tree.tree.check_hicache_events()  # the linker meets the tree
             yield tree
 

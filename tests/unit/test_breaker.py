@@ -21,6 +21,13 @@ def test_a_heart_that_has_stopped_is_not_asked(breaker: Breaker) -> None:
     assert not breaker.is_open(now=100.2 + STALE_S, beat_s=100.1 + STALE_S)
 
 
+def test_whoever_waits_long_for_an_answer_takes_a_heart_for_dead_no_sooner() -> None:
+    breaker = Breaker(4 * STALE_S)
+    breaker.connected(now=100.0, beat_s=99.9)
+    assert not breaker.is_open(now=99.9 + 4 * STALE_S, beat_s=99.9)
+    assert breaker.is_open(now=100.2 + 4 * STALE_S, beat_s=99.9)
+
+
 def test_one_that_answers_late_is_asked_again_after_a_while(breaker: Breaker) -> None:
     mute_s = breaker.timed_out(now=101.0, beat_s=100.9)
     assert breaker.is_open(now=101.0 + mute_s - 0.01, beat_s=101.2)

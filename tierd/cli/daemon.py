@@ -11,7 +11,7 @@ from tierd.wire import codec, messages
 from tierd.wire.errors import DaemonUnavailableError, ProtocolError, RefusedError
 from tierd.wire.messages import ToLifeline
 
-REPLY_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
 CLEAR_TIMEOUT_S = 300.0
 """The daemon drops some pages at a time, with lookups in between: millions take a while."""
 

@@ -38,12 +38,16 @@ class SchedulerTree:
     Args:
         tier: What is behind the tree: nothing, a linker that keeps nothing, HiCache with
             write-through, or the daemon on `socket`.
+        lookup_timeout_s: What tierd's linker waits for the answer to a lookup.
 
     Raises: RefusedError: the daemon refuses this engine.
     """
 
-    def __init__(self, tier: TierName, shape: EngineShape, socket: str) -> None:
+    def __init__(
+        self, tier: TierName, shape: EngineShape, socket: str, lookup_timeout_s: float = 0.2
+    ) -> None:
         self.tier = tier
+        self._lookup_timeout_s = lookup_timeout_s
         self.shape = shape
         self._sg = load_sglang()
         self._acks_seen = 0
@@ -228,7 +232,8 @@ class SchedulerTree:
         if self.tier == "tierd":
             from tierd_client.sglang.linker import TierdLinker
 
-            return TierdLinker(None, params, components=components, extra_config={"socket": socket})
+            config = {"socket": socket, "lookup_timeout_s": self._lookup_timeout_s}
+            return TierdLinker(None, params, components=components, extra_config=config)
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
         from tierd_client.bench.noop_linker import NoopLinker

@@ -26,6 +26,7 @@ from tierd_client.demo.workload import Workload
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 SEED = 20_26
+CONNECT_S = 60.0
 _RATE_BYTES = 1 << 30
 
 
@@ -59,7 +60,7 @@ def main() -> None:
         world_size=options.world_size,
         forward_stream=forward,
     )
-    if not client.connect():
+    if not client.connect(CONNECT_S):
         raise SystemExit(f"no daemon answers on {options.socket}")
     engine = Engine(client, pages, _minimum, forward)
     workload = Workload(shape, SEED)

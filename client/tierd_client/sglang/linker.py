@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -46,10 +46,12 @@ class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         socket: The daemon's lifeline socket; null for the user's default one.
         arena: Whether the plugin, if it is there, puts each KV pool into one allocation.
+        lookup_timeout_s: What the scheduler waits for the answer to a lookup at most.
     """
 
     socket: str | None = None
     arena: bool = True
+    lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=600.0)] = 0.2
 
 
 @dataclass
@@ -150,6 +152,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             world_size=group.world_size,
             forward_stream=forward_stream,
             supplies=True,
+            lookup_timeout_s=config.lookup_timeout_s,
         )
         self.client.connect()
         if PoolName(MAMBA) in self.pools:

@@ -20,6 +20,9 @@ from tierd_client.sglang.tree_pools import EngineShape, TreePools
 from tierd_client.sglang.tree_rows import chain_states
 
 _DEFAULT_SHAPE = EngineShape()
+PATIENCE_S = 60.0
+"""How long the daemon is waited for. An engine gives a late one up long before, for its users; here
+nobody waits, and bytes are what counts."""
 
 
 @dataclass(eq=False)
@@ -98,9 +101,10 @@ class TreeEngine:
                 server_args,
                 params,
                 components=set(self.pools.components),
-                extra_config={"socket": socket},
+                extra_config={"socket": socket, "lookup_timeout_s": PATIENCE_S},
             )
             self._stack.callback(self.linker.close)
+            self.linker.client.connect(PATIENCE_S)
             self.tree.init_cache_linker(self.linker)
             self.pools.kv.register_layer_transfer_counter(self.tree.linker.layer_done_counter)
         except BaseException:
@@ -203,7 +207,7 @@ class TreeEngine:
         self.tree.flush_pending_backups()
         self.tree.check_hicache_events()
 
-    def drain(self, timeout_s: float = 20.0) -> None:
+    def drain(self, timeout_s: float = PATIENCE_S) -> None:
         """Run idle iterations until no offload is pending.
 
         Raises: TimeoutError: some still are.
