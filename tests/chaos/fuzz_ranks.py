@@ -33,7 +33,7 @@ SIZE = 2 * PAGES * STRIDE
 CANARY = 0xA5
 TICKET = 1
 CHAINS = 60
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def key(chain: int, page: int) -> bytes:

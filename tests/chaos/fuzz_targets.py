@@ -40,6 +40,8 @@ from tierd.wire.geometry import CHUNK_BYTES, check_pools, pool_layout
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
 
 PACKAGE = str(Path(tierd.__file__).parent)
+IMPATIENT = 0.05
+"""Patience of a daemon whose deadlines pass often."""
 
 
 class Target(Protocol):
@@ -441,7 +443,7 @@ class Daemon:
 
     def __init__(self, rng: random.Random, directory: Path) -> None:
         self._rng, self._mutator = rng, Mutator(rng)
-        self._daemon = OneProcess(directory)
+        self._daemon = OneProcess(directory, devices=2, patience=IMPATIENT)
         self._honest = HonestEngine(self._daemon)
         self._honest.round_trip()
         self._groups = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from tierd.wire.geometry import CHUNK_BYTES
 from tierd.wire.messages import Allocation
 
 CHUNKS = 8
-PATIENCE = 0.05
-"""Of the daemon: its deadlines pass often."""
+DEADLINE_S = 120.0
 
 
 class OutOfBoundsError(AssertionError):
@@ -126,10 +125,18 @@ class LocalCopier(Copier):
 
 
 class OneProcess:
-    """The daemon. `turn` is one turn of control and of every copier."""
+    """The daemon. `turn` is one turn of control and of every copier.
+
+    Args: `patience`: of the daemon, as of `tierd serve`.
+    """
 
     def __init__(
-        self, directory: Path, devices: int = 2, memory_bytes: int = CHUNKS * CHUNK_BYTES
+        self,
+        directory: Path,
+        *,
+        devices: int = 2,
+        memory_bytes: int = CHUNKS * CHUNK_BYTES,
+        patience: float = 100.0,
     ) -> None:
         names = tuple(f"host:{n}" for n in range(devices))
         config = ServeConfig(
@@ -137,7 +144,7 @@ class OneProcess:
             memory_bytes=memory_bytes,
             devices=names,
             log_level="error",
-            patience=PATIENCE,
+            patience=patience,
         )
         self.state = State(Endpoint(config.socket), config)
         self.copiers = [LocalCopier(name, self.state.deadlines) for name in names]
@@ -149,6 +156,13 @@ class OneProcess:
         for copier in self.copiers:
             copier.worker.turn()
 
+    def turns(self) -> Iterator[None]:
+        """Turns, for as long as anybody would wait for something."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            self.turn()
+            yield
+
     @property
     def operations(self) -> int:
         """Copies that were checked."""
@@ -156,7 +170,7 @@ class OneProcess:
 
     def settle(self) -> None:
         """Turn until nothing is under way."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         quiet = 0
         while quiet < 20:
             self.turn()

@@ -9,7 +9,7 @@ import random
 import signal
 from pathlib import Path
 
-from tier_harness import Engine, Shape, eventually, is_dead, running
+from tier_harness import Engine, Shape, eventually, freeze, is_dead, running
 
 import tierd.copier
 
@@ -23,16 +23,19 @@ def test_a_rank_that_cannot_be_let_go_of_hangs_nobody_else(tmp_path: Path) -> No
         other = Engine(daemon.socket, instance="other")
         assert victim.back_up("a", 4)
         hung = daemon.copier_pid("host:1")
-        os.kill(hung, signal.SIGSTOP)
+        freeze(hung)
         victim.offer("b", 4)
         victim.step()
         victim.close()
         for n in range(20):
             assert other.back_up(f"meanwhile {n}", 2)
             assert other.restored(f"meanwhile {n}", 2)
-        eventually(lambda: is_dead(hung), "the copier that hangs is ended")
+        assert not is_dead(hung), "all that was while it hung"
+        os.kill(hung, signal.SIGKILL)
+        eventually(
+            lambda: daemon.status()["queue"]["backup_pages"] == 0, "and nothing waits for it"
+        )
         eventually(daemon.copiers_ready, "another one is there")
-        assert daemon.status()["queue"]["backup_pages"] == 0
         other.close()
 
 

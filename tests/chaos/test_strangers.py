@@ -93,8 +93,7 @@ def test_an_admin_that_has_asked_once_may_ask_again_whenever_it_likes(daemon: On
 @pytest.fixture
 def rank(daemon: OneProcess) -> Iterator[WireRank]:
     rank = WireRank(daemon.state.endpoint.path, "engine", 0, 1)
-    for _ in range(TURNS):
-        daemon.turn()
+    for _ in daemon.turns():
         if any(session.welcomed for session in daemon.state.sessions.values()):
             break
     rank.welcome()
@@ -112,8 +111,7 @@ def test_a_rank_may_be_silent_on_its_lifeline_for_ever(daemon: OneProcess, rank:
 def test_an_order_that_takes_long_is_answered(daemon: OneProcess, rank: WireRank) -> None:
     pages = 10 * STEP_PAGES
     rank.back_up(b"".join(n.to_bytes(limits.KEY_BYTES, "little") for n in range(pages)), pages)
-    for _ in range(TURNS):
-        daemon.turn()
+    for _ in daemon.turns():
         rank.read(0.0)
         if not rank.in_flight:
             break

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 from gpu import Gpu
-from tier_harness import Daemon, eventually, is_dead, mappings, settles, shared_files
+from tier_harness import DEADLINE_S, Daemon, eventually, is_dead, mappings, settles, shared_files
 from traffic import (
     ACK_TIMEOUT_S,
     GPU_POOL_BYTES,
@@ -43,7 +43,7 @@ BLOCKED_S = 5.0 + VERDICT_TIMEOUT_S
 """A restore's verdict is waited for so long at most: its own time, then the copier's to finish."""
 SPARE_DESCRIPTORS = 2
 """Control has some for moments: a connection that is answered, a copier that is started."""
-LOADED_S = 2.0
+LOADED_S = 20.0
 """What a machine with other things to do may add to a bounded wait."""
 
 
@@ -230,7 +230,7 @@ class World:
                 for new, old in zip(self._done(engine), before[engine], strict=True)
             )
 
-        eventually(all_go_on, "every engine is served again", timeout_s=60)
+        eventually(all_go_on, "every engine is served again")
 
     def _done(self, engine: Engine) -> tuple[int, ...]:
         return tuple(int(w[word]) for w in engine.words for word in (Word.KEPT, Word.LANDED))
@@ -241,7 +241,7 @@ class World:
         for engine in self.engines:
             engine.tell(Mode.QUIET)
         for engine in self.engines:
-            eventually(engine.quiet, f"{engine.instance} comes to rest", timeout_s=60)
+            eventually(engine.quiet, f"{engine.instance} comes to rest")
         settles(self._unaccounted)
         for engine in self.engines:
             flush_s, lookup_s, finish_s = (
@@ -287,7 +287,10 @@ class World:
         # All chunks count: those that no pool has claimed yet come when nothing else happens.
         chunks = sum(memory["by_page"].values()) // memory["chunk_bytes"]
         now = len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
-        usual = self._descriptors.setdefault((self.daemon.pid, len(wanted), chunks), now)
+        place = (self.daemon.pid, len(wanted), chunks)
+        if not left:
+            self._descriptors.setdefault(place, now)
+        usual = self._descriptors.get(place, now)
         if now > usual + SPARE_DESCRIPTORS:
             left.append(f"{now} descriptors of control, {usual} the last time")
         if self.gpu is not None:
@@ -304,7 +307,7 @@ class World:
             engine.tell(Mode.LEAVE)
         for engine in list(self.engines):
             for process in engine.processes:
-                process.join(30)
+                process.join(DEADLINE_S)
                 assert process.exitcode == 0
             self.lose(engine)
         self.daemon.stop()
@@ -388,7 +391,7 @@ def _rank_killed(world: World, phase: Phase) -> None:
             eventually(lambda: gpu.used() <= used - GPU_POOL_BYTES, "its GPU memory is free")
         eventually(lambda: not any(_maps(c, f"torch_{pid}") for c in copiers), "mappings closed")
     for process in engine.processes:
-        process.join(30)
+        process.join(DEADLINE_S)
         assert process.exitcode is not None, "the others notice and leave"
     world.lose(engine)
     while len(world.engines) < 2:

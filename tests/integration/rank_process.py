@@ -30,7 +30,7 @@ def main() -> None:
             landed = client.restore({name: [pages.named(names, range(count))]}).finish()
             answer = landed and pages.wrong(names, range(count)) == 0
         elif what == "reconnect":
-            eventually(lambda: client.flush() or client.connected, "it is connected", 2.0)
+            eventually(lambda: client.flush() or client.connected, "it is connected")
         print(json.dumps(answer), flush=True)
 
 

@@ -18,9 +18,12 @@ from tierd.wire.limits import KEY_BYTES
 def test_pages_are_taken_in_and_lookups_answered_under_a_load(tmp_path: Path) -> None:
     with running(tmp_path / "d", memory="128MiB", devices="host:2") as daemon:
         load = Load("turns", 2, 2000, 50, full=False)
-        result = measure(daemon.socket, daemon.status, load, 0.5)
+        for seconds in (0.5, 5.0, 50.0):  # on a busy machine too little may happen in half a second
+            result = measure(daemon.socket, daemon.status, load, seconds)
+            if min(result.pages_s, result.lookups, result.control_cores) > 0:
+                break
         kept = daemon.status()["pools"][0]["pages"]
-    assert 0 < result.pages_s * 0.5 <= kept
+    assert 0 < result.pages_s * seconds <= kept
     assert result.lookups > 0
     assert result.lookup_p50_us <= result.lookup_p99_us <= result.lookup_max_us
     assert result.control_cores > 0

@@ -47,7 +47,7 @@ def lines(table: Any) -> list[list[str]]:
 
 def tierd(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tierd", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_rates_are_fractions_of_the_contiguous_copies_side_by_side() -> None:
@@ -168,7 +168,7 @@ def test_what_interference_takes_is_known_before_and_quick_is_quick() -> None:
 def test_a_run_that_is_cut_off_still_prints_what_it_has_measured() -> None:
     command = [sys.executable, "-m", "tierd", "bench", "control", "--ranks", "1", "--json"]
     process = subprocess.Popen(
-        [*command, "--seconds", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--seconds", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -176,6 +176,6 @@ def test_a_run_that_is_cut_off_still_prints_what_it_has_measured() -> None:
         assert line, "it ended before its first row"
     first = json.loads(line)
     process.terminate()
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=500)
     assert process.returncode == 128 + 15
     assert json.loads(printed)[0] == first

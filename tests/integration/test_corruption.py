@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tier_harness import Daemon, Engine, Shape, content, eventually, keys, running
+from tier_harness import Daemon, Engine, Shape, content, eventually, keys, open_files, running
 
 Engines = Callable[..., Engine]
 
@@ -18,8 +17,8 @@ def damage(daemon: Daemon, name: str, page: int, *, pool: str = "kv", rank: int 
     (key,) = keys(name, page + 1, page)
     row = content(key, rank, pool, 1, shape.page_tokens * shape.row_bytes).tobytes()
     found = 0
-    for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
-        if "chunk" not in os.readlink(link):
+    for link, what in open_files(daemon.pid).items():
+        if "chunk" not in what:
             continue
         with link.open("r+b") as file:
             at = file.read().find(row)

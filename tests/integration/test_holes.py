@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from tier_harness import Daemon, Engine, eventually, keys
+from tier_harness import Daemon, Engine, eventually, keys, running
 
 Engines = Callable[..., Engine]
 
@@ -79,35 +80,38 @@ def test_nobody_is_asked_where_nothing_is_missing(daemon: Daemon, engines: Engin
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_that_does_not_answer_costs_the_prefix_and_nothing_else(
-    daemon2: Daemon, engines: Engines, world_size: int
+    tmp_path: Path, engines: Engines, world_size: int
 ) -> None:
-    engine = engines(daemon2.socket, world_size=world_size, supplies=True)
-    assert engine.back_up("a", 4)
-    daemon2.clear()
-    seq = engine.offer("a", 8, first=4)
-    assert engine.settled(seq)
-    assert engine.lookup("a", 8) == 0
-    assert daemon2.status()["counters"]["pages_healed"] == 0
-    assert engine.back_up("b", 4), "the next backup is not held up"
+    # Two seconds for the answer, and for the last rank's report.
+    with running(tmp_path / "hasty", devices="host:2", patience=1.0) as daemon:
+        engine = engines(daemon.socket, world_size=world_size, supplies=True)
+        eventually(lambda: engine.back_up("a", 4), "it is kept")
+        daemon.clear()
+        eventually(lambda: engine.back_up("a", 8, first=4), "it is kept without what precedes it")
+        assert engine.lookup("a", 8) == 0
+        assert daemon.status()["counters"]["pages_healed"] == 0
+        eventually(lambda: engine.back_up("b", 4), "the next backup is not held up")
 
 
 def test_a_prefix_that_cannot_be_named_any_more_is_given_up_at_once(
-    daemon: Daemon, engines: Engines
+    tmp_path: Path, engines: Engines
 ) -> None:
-    engine = engines(daemon.socket, supplies=True)
-    assert engine.back_up("a", 4)
-    daemon.clear()
-    seq = engine.offer("a", 8, first=4)
+    # More time for the answer than this test has.
+    with running(tmp_path / "patient", patience=100.0) as daemon:
+        engine = engines(daemon.socket, supplies=True)
+        assert engine.back_up("a", 4)
+        daemon.clear()
+        seq = engine.offer("a", 8, first=4)
 
-    def asked() -> bool:
-        engine.step()
-        for need in engine.client.needs():
-            engine.client.supply(need.seq, [])
-            return True
-        return False
+        def asked() -> bool:
+            engine.step()
+            for need in engine.client.needs():
+                engine.client.supply(need.seq, [])
+                return True
+            return False
 
-    eventually(asked, "the rank is asked")
-    assert engine.settled(seq)
+        eventually(asked, "the rank is asked")
+        assert engine.settled(seq)
 
 
 def test_an_engine_that_cannot_answer_is_not_asked(daemon: Daemon, engines: Engines) -> None:

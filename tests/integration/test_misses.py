@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from tier_harness import Daemon, Engine, Shape, eventually, keys, lifeline
+from tier_harness import DEADLINE_S, Daemon, Engine, Shape, eventually, keys, lifeline
 
 from tierd.wire import limits
 from tierd.wire.messages import Register, Welcome
@@ -112,7 +112,7 @@ def test_a_rank_cannot_write_the_table(daemon: Daemon, engines: Engines) -> None
     )
     channel = lifeline(daemon.socket)
     channel.send(message, [client._shared.fd, client._pidfd, *client._exports.fds])
-    ((welcome, fds),) = channel.wait(10.0)
+    ((welcome, fds),) = channel.wait(DEADLINE_S)
     assert isinstance(welcome, Welcome)
     table = fds[2]
     with pytest.raises(PermissionError):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from tier_harness import Engine, Shape, eventually, running
+from tier_harness import Engine, Shape, eventually, open_files, running
 
 from tierd.wire.geometry import CHUNK_BYTES
 
@@ -38,7 +37,7 @@ def test_memory_pinned_ahead_serves_pools_and_comes_back_with_its_copier(
         assert engine.back_up("a", 15)
         assert daemon.status()["memory"]["claimed_bytes"] == 3 * CHUNK_BYTES
         psutil.Process(daemon.copier_pid()).send_signal(signal.SIGKILL)
-        eventually(lambda: pinned() < MEMORY, "it is gone")
+        eventually(lambda: daemon.status()["copiers"][0]["restarts"] == 1, "it is gone")
         eventually(lambda: daemon.copiers_ready() and pinned() == MEMORY, "and has pinned again")
         eventually(lambda: engine.lookup("a", 7) == 7, "its pages are still there")
         assert engine.restored("a", 7)
@@ -46,8 +45,8 @@ def test_memory_pinned_ahead_serves_pools_and_comes_back_with_its_copier(
 
 def seal(pid: int, name: str) -> None:
     """Have a file of a process's shared memory mapped by nobody who has not mapped it yet."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(link).startswith(f"/memfd:{name} "):
+    for link, what in open_files(pid).items():
+        if what.startswith(f"/memfd:{name} "):
             with link.open("r+b") as file:
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
             return

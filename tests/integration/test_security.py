@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 import tierd_client
 from registrations import REGISTER
-from tier_harness import DEADLINE_S, Daemon, Engine, eventually, keys, lifeline, running
+from tier_harness import (
+    DEADLINE_S,
+    Daemon,
+    Engine,
+    eventually,
+    keys,
+    lifeline,
+    open_files,
+    running,
+)
 from tierd_client import TierClient
 
 import tierd
@@ -161,9 +170,7 @@ def test_what_a_rank_is_given_it_cannot_write_to_or_shrink(daemon: Daemon) -> No
     engine = Engine(daemon.socket)
     assert engine.back_up("a", 2)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    for name in os.listdir(f"/proc/{daemon.pid}/fd"):
-        link = f"/proc/{daemon.pid}/fd/{name}"
-        target = os.readlink(link)
+    for link, target in open_files(daemon.pid).items():
         if "memfd:tierd-" not in target:
             continue
         fd = os.open(link, os.O_RDWR)
@@ -176,12 +183,8 @@ def test_what_a_rank_is_given_it_cannot_write_to_or_shrink(daemon: Daemon) -> No
             with pytest.raises(PermissionError):
                 os.pwrite(fd, b"x", 0)
         os.close(fd)
-    shown = [
-        os.readlink(f"/proc/self/fd/{n}")
-        for n in os.listdir("/proc/self/fd")
-        if n.isdigit() and os.path.lexists(f"/proc/self/fd/{n}")
-    ]
-    assert not any("tierd-chunk" in link for link in shown), "host memory is no rank's business"
+    mine = open_files(os.getpid()).values()
+    assert not any("tierd-chunk" in what for what in mine), "host memory is no rank's business"
     engine.close()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tier_harness import Engine, eventually, running
+from tier_harness import DEADLINE_S, Engine, eventually, running
 
 from tierd.wire.limits import PROTOCOL_VERSION
 
@@ -80,7 +80,7 @@ def test_an_engine_that_starts_under_a_daemon_of_another_version(
 ) -> None:
     with running(tmp_path / "run", protocol=protocol) as daemon:
         engine = engines(daemon.socket, world_size=2, connect=False)
-        assert [rank.client.connect() for rank in engine.ranks] == [False, False]
+        assert [rank.client.connect(DEADLINE_S) for rank in engine.ranks] == [False, False]
         assert f"upgrade the {behind}" in caplog.text
         assert "Serving without a host tier" in caplog.text
         serves_without_a_tier(engine)
@@ -98,7 +98,7 @@ def test_commands_of_another_version_are_told_the_same(tmp_path: Path) -> None:
                 [sys.executable, "-m", "tierd", command, "--socket", str(daemon.socket)],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=DEADLINE_S,
             )
             assert answer.returncode == 1
             assert "upgrade the daemon" in answer.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from descriptors import descriptors_left
-from tier_harness import Engine, running
+from tier_harness import DEADLINE_S, Engine, freeze, running
 from tierd_client.segment import SharedSegment, create_segment
 from tierd_client.watchdog import Watchdog
 
@@ -66,7 +66,7 @@ def watchdog(segment: SharedSegment) -> Iterator[Watchdog]:
     dog.close()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -132,11 +132,11 @@ def test_a_copier_that_hangs_after_controls_death_is_killed_before_streams_are_r
     watchdog = Watchdog(segment.fd, copier_grace_s=0.2)
     with peers(2) as (control, copier):
         arm(watchdog, control, copier)
-        os.kill(copier.process.pid, signal.SIGSTOP)
+        freeze(copier.process.pid)
         await_layers(segment)
         control.kill()
         until(released(segment), "every layer word holds the awaited generation")
-        assert copier.process.wait(30) == -signal.SIGKILL
+        assert copier.process.wait(DEADLINE_S) == -signal.SIGKILL
     watchdog.close()
 
 
@@ -162,7 +162,7 @@ def test_a_restore_of_the_next_daemon_is_not_released_on_account_of_the_last_one
 def test_it_is_not_armed_before_it_has_said_so(segment: SharedSegment, watchdog: Watchdog) -> None:
     assert not watchdog.armed()
     with peers(2) as (control, copier):
-        os.kill(watchdog.pid, signal.SIGSTOP)
+        freeze(watchdog.pid)
         watchdog.watch(control.pidfd, copier.pidfd)
         assert not watchdog.armed()
         os.kill(watchdog.pid, signal.SIGCONT)

@@ -27,7 +27,10 @@ from tierd.channel import Channel
 from tierd.wire import codec, limits, messages
 from tierd.wire.geometry import namespace_digest
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
+PATIENCE = 10.0
+"""Of the daemons, if a test is not about what happens when one's deadlines pass: they are so many
+times as long as usual, so that a machine with other things to do lets none of them pass."""
 OTHER_VERSION = """
 from tierd.wire import limits
 limits.PROTOCOL_VERSION = {}
@@ -53,6 +56,19 @@ def settles(missing: Callable[[], Sequence[str]], timeout_s: float = DEADLINE_S)
         time.sleep(0.002)
 
 
+def freeze(pid: int) -> None:
+    """Stop a process. Returns when none of its threads does anything any more."""
+    assert pid > 0, "there is no such process"
+    os.kill(pid, signal.SIGSTOP)
+
+    def stands_still() -> bool:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+        return set(states) <= set("Tt")
+
+    eventually(stands_still, f"process {pid} stands still")
+
+
 class Daemon:
     """`tierd serve` on the host backend."""
 
@@ -62,7 +78,7 @@ class Daemon:
         *,
         memory: str = "512MiB",
         devices: str = "host",
-        patience: float = 1.0,
+        patience: float = PATIENCE,
         log_level: str = "info",
         group: str | None = None,
         verify: str = "off",
@@ -147,8 +163,11 @@ class Daemon:
         parent = psutil.Process(self.pid)
         return [parent, *parent.children(recursive=True)]
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it, if it still runs, and see to it that nothing of it is left."""
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, hasty: bool = False) -> None:
+        """End it, if it still runs, and see to it that nothing of it is left.
+
+        Args: `hasty`: without what it would finish, or wait for, before its end.
+        """
         if self._admin is not None:
             self._admin.close()
             self._admin = None
@@ -158,13 +177,29 @@ class Daemon:
             family = self.family()
             for process in family:
                 process.resume()
+            draining = self._log.stat().st_size
             self.process.send_signal(number)
+            if hasty and self._has_work_left(draining):
+                self.process.send_signal(number)
             self.process.wait(DEADLINE_S)
             _, alive = psutil.wait_procs(family, DEADLINE_S)
             assert not alive
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process = None
+
+    def _has_work_left(self, log_size: int) -> bool:
+        """Once it says, after so much in its log, that it drains: is there anything to finish?"""
+        assert self.process is not None
+        process, said = self.process, ""
+
+        def drains() -> bool:
+            nonlocal said
+            said = self._log.read_bytes()[log_size:].decode()
+            return "lookups miss from now on" in said or process.poll() is not None
+
+        eventually(drains, "it drains")
+        return process.poll() is None and "under way (nothing)" not in said
 
     def kill(self) -> list[psutil.Process]:
         """Kill control alone. Returns the processes that it leaves behind."""
@@ -184,7 +219,7 @@ def running(directory: Path, **options: Any) -> Iterator[Daemon]:
         daemon.start()
         yield daemon
     finally:
-        daemon.stop()
+        daemon.stop(hasty=True)
 
 
 def lifeline(path: Path) -> Channel[messages.ToLifeline]:
@@ -306,7 +341,7 @@ class Rank:
             instance=instance,
             rank=rank,
             world_size=world_size,
-            **{"retry_s": 0.05, "lookup_timeout_s": 10.0, **options},
+            **{"retry_s": 0.05, "lookup_timeout_s": DEADLINE_S, **options},
         )
 
 
@@ -483,15 +518,24 @@ def is_dead(pid: int) -> bool:
         return True
 
 
+def open_files(pid: int) -> dict[Path, str]:
+    """A process's descriptors, as paths that can be opened, and what they are of."""
+    found = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+            found[link] = os.readlink(link)
+    return found
+
+
 def mappings(pid: int, what: str) -> int:
     """How many mappings of a process are of something with this in its name."""
     return sum(what in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def shared_files(pids: Sequence[int]) -> list[str]:
-    """Files in /dev/shm that processes have left there: named after them, as torch does, or after
-    tierd. Other programs of this machine make and remove theirs all the time; and a directory of
-    tierd's is somebody's `--persist`."""
-    mine = re.compile(f"tierd|(?<!\\d)({'|'.join(map(str, pids))})(?!\\d)")
+    """Files in /dev/shm that processes have left there: named after them first of all, as torch
+    does, or after tierd. Other programs of this machine make and remove theirs all the time, with
+    numbers of their own; and a directory of tierd's is somebody's `--persist`."""
+    mine = re.compile(f"tierd|\\D*({'|'.join(map(str, pids))})(?!\\d)")
     with os.scandir("/dev/shm") as files:
-        return sorted(f.name for f in files if mine.search(f.name) and not f.is_dir())
+        return sorted(f.name for f in files if mine.match(f.name) and not f.is_dir())

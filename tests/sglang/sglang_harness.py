@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.cli.status import fetch
+from tierd.cli.daemon import ask
+from tierd.wire.limits import PROTOCOL_VERSION
+from tierd.wire.messages import Status, StatusRequest
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class Daemon:
-    """`tierd serve`, by default on the host backend with two devices."""
+    """`tierd serve`, by default on the host backend with two devices, and with more patience than
+    usual: on a machine with other things to do none of its deadlines passes."""
 
     def __init__(
         self,
@@ -28,11 +31,12 @@ class Daemon:
         memory: str = "256MiB",
         devices: str = "host:2",
         flags: Sequence[str] = (),
+        patience: float = 10.0,
     ) -> None:
         self.socket = directory / "tierd.sock"
         self._memory = memory
         self._devices = devices
-        self._flags = flags
+        self._flags = [*flags, "--patience", str(patience)]
         self._log = directory / "daemon.log"
         self._process: subprocess.Popen[str] | None = None
 
@@ -75,7 +79,8 @@ class Daemon:
             self._process.wait(DEADLINE_S)
 
     def status(self) -> dict[str, Any]:
-        return fetch(self.socket)
+        request = StatusRequest(protocol=PROTOCOL_VERSION)
+        return ask(self.socket, request, Status, timeout_s=DEADLINE_S).data
 
     @property
     def pages_copied(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ def test_the_tree_gets_back_what_it_evicted_byte_for_byte() -> None:
         [sys.executable, "-m", "tierd", "demo", "--sglang", "--json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -81,7 +81,9 @@ def test_importing_and_running_it_costs_a_process_nothing() -> None:
         "import sys, tierd_client.sglang.plugin as plugin; plugin.install(); "
         "print({'torch', 'sglang', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, timeout=300
+    )
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
@@ -153,7 +155,7 @@ def test_a_request_that_leaves_without_loading_lets_go_of_what_it_had_found(
 
     waiting = engine.match("waits", [*tokens, 1])
     assert waiting.host_hit_length == 64
-    assert leased(daemon) == 16
+    until(lambda: leased(daemon) == 16, "its lease is all there is")
     engine.tree.release_aborted_request(waiting.cache_request_handle)
     until(lambda: leased(daemon) == 0, "its lease has ended")
 

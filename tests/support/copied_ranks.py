@@ -23,7 +23,6 @@ from tierd.wire.messages import (
 )
 
 LAYERS, PAGES, ROW = 3, 64, 4096
-READY_TIMEOUT_S = 2.0
 
 
 class SharedFile:

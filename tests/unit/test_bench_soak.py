@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import subprocess
+import sys
 
 import pytest
 
@@ -54,16 +54,32 @@ def test_too_short_a_run_says_so() -> None:
         trends([])
 
 
+GROWING = f"""
+import mmap, os, sys
+print("as it was", flush=True)
+sys.stdin.readline()
+private = mmap.mmap(-1, {32 * MIB}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+shared = mmap.mmap(-1, {16 * MIB})
+for memory in (private, shared):
+    for page in range(0, len(memory), mmap.PAGESIZE):
+        memory[page] = 1
+fd = os.open(os.devnull, os.O_RDONLY)
+print("grown", flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_a_look_at_a_process_counts_what_it_has() -> None:
-    before = look(os.getpid())
-    private = mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    shared = mmap.mmap(-1, 16 * MIB)
-    for memory in (private, shared):
-        for page in range(0, len(memory), mmap.PAGESIZE):
-            memory[page] = 1
-    fd = os.open(os.devnull, os.O_RDONLY)
-    after = look(os.getpid())
-    os.close(fd)
+    with subprocess.Popen(
+        [sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "as it was\n"
+        before = look(process.pid)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "grown\n"
+        after = look(process.pid)
     # The kernel counts in batches of pages.
     assert after["anonymous"] - before["anonymous"] == pytest.approx(32 * MIB, abs=4 * MIB)
     assert after["shared"] - before["shared"] == pytest.approx(16 * MIB, abs=2 * MIB)

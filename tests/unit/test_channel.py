@@ -19,6 +19,7 @@ from tierd.wire import codec, limits
 from tierd.wire.errors import ProtocolError
 from tierd.wire.messages import AddChunk, Done, ToLifeline
 
+PATIENCE_S = 120.0
 Ends = tuple["Channel[ToLifeline]", "Channel[ToLifeline]"]
 
 
@@ -89,7 +90,7 @@ def test_messages_and_their_descriptors_arrive_whole_and_in_order(
 
     def read() -> None:
         while len(got) < len(sent):
-            for message, fds in reader.wait(30):
+            for message, fds in reader.wait(PATIENCE_S):
                 got.append((message, [content(fd) for fd in fds]))
                 close_all(fds)
 
@@ -101,7 +102,7 @@ def test_messages_and_their_descriptors_arrive_whole_and_in_order(
         writer.send(note(number, padding), fds)
         close_all(fds)  # the channel has its own
         expected.append((note(number, padding), [f"{number}.{i}" for i in range(count)]))
-    writer.drain(30)
+    writer.drain(PATIENCE_S)
     thread.join()
     assert got == expected
     writer.close()
@@ -112,7 +113,7 @@ def test_as_many_descriptors_as_a_message_may_have(ends: Ends) -> None:
     writer, reader = ends
     one = memory("one")
     writer.send(note(1), [one] * limits.MAX_FDS)
-    ((message, fds),) = reader.wait(30)
+    ((message, fds),) = reader.wait(PATIENCE_S)
     assert message == note(1)
     assert {content(fd) for fd in fds} == {"one"}
     assert len(set(fds)) == limits.MAX_FDS
@@ -128,7 +129,7 @@ def test_a_descriptor_that_is_none_costs_no_other(ends: Ends) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         writer.send(note(1), [good, 1 << 20])
     writer.send(note(2), [good])  # the conversation goes on
-    ((message, fds),) = reader.wait(30)
+    ((message, fds),) = reader.wait(PATIENCE_S)
     assert message == note(2)
     close_all([good, *fds])
 
@@ -140,10 +141,10 @@ def test_without_a_descriptor_left_a_message_that_carries_one_ends_the_channel(e
     with descriptors_left(1), pytest.raises(ChannelClosed):
         writer.send(note(2), [kept, kept])
     assert writer.closed, "the other side would never hear of it"
-    ((message, fds),) = reader.wait(30)
+    ((message, fds),) = reader.wait(PATIENCE_S)
     assert (message, fds) == (note(1), [])
     with pytest.raises(ChannelClosed):
-        reader.wait(30)
+        reader.wait(PATIENCE_S)
     os.close(kept)
 
 
@@ -159,12 +160,12 @@ def test_waiting_writes_what_is_still_queued(ends: Ends) -> None:
     assert writer.wants_write
 
     def answer() -> None:
-        assert [message for message, _ in reader.wait(30)] == [large]
+        assert [message for message, _ in reader.wait(PATIENCE_S)] == [large]
         reader.send(note(2))
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert [message for message, _ in writer.wait(30)] == [note(2)]
+    assert [message for message, _ in writer.wait(PATIENCE_S)] == [note(2)]
     assert not writer.wants_write
     thread.join()
 
@@ -200,9 +201,9 @@ def test_what_was_sent_before_the_end_is_received_before_it(ends: Ends) -> None:
     writer.send(note(1))
     writer.close()
     writer.close()
-    assert [message for message, _ in reader.wait(30)] == [note(1)]
+    assert [message for message, _ in reader.wait(PATIENCE_S)] == [note(1)]
     with pytest.raises(ChannelClosed):
-        reader.wait(30)
+        reader.wait(PATIENCE_S)
     assert reader.closed
     for use in (reader.receive, lambda: reader.send(note(2)), lambda: writer.send(note(2))):
         with pytest.raises(ChannelClosed):
@@ -234,7 +235,7 @@ def test_a_peer_that_stops_reading_is_given_up_and_its_descriptors_are_closed(
     received = 0
     while not reader.closed:
         with contextlib.suppress(ChannelClosed):
-            for _, fds in reader.wait(30):
+            for _, fds in reader.wait(PATIENCE_S):
                 received += len(fds)
                 close_all(fds)
     assert 0 < received < 1000

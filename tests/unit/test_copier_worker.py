@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from copied_ranks import LAYERS, PAGES, READY_TIMEOUT_S, ROW, Rank, SharedFile, small_layout
+from copied_ranks import LAYERS, PAGES, ROW, Rank, SharedFile, small_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +33,9 @@ from tierd.wire.messages import (
     RestoreJob,
     Shutdown,
 )
+
+READY_TIMEOUT_S = 2.0
+PATIENCE_S = 120.0
 
 
 class Bench:
@@ -64,7 +67,7 @@ class Bench:
 
     def await_answers(self, count: int) -> list[FromCopier]:
         """So many, some of which take other threads' work."""
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + PATIENCE_S
         answers: list[FromCopier] = []
         while len(answers) < count:
             assert time.monotonic() < deadline, f"only {answers}"
@@ -87,6 +90,28 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.close()
+
+
+def test_a_rank_whose_words_never_come_holds_up_nobody(bench: Bench) -> None:
+    stuck, flowing = bench.rank, small_layout(Rank(2))
+    bench.channel.send(flowing.attach(), flowing.fds)
+    assert bench.await_answers(1)
+    bench.channel.send(stuck.restore(100, [1], [1], ready=False, entry=2, generation=9))
+    bench.channel.send(stuck.backup(101, [1], [1], ready=False))
+    for job in range(20):
+        bench.channel.send(flowing.backup(job, [job], [job % 16]))
+        (done,) = bench.await_answers(1)
+        assert isinstance(done, JobDone)
+        assert (done.job, done.ok) == (job, True)
+    assert stuck.segment.get_verdict(2, 9) == layout.PENDING
+    bench.now += 2 * READY_TIMEOUT_S
+    failed = [message for message in bench.await_answers(2) if isinstance(message, JobDone)]
+    assert sorted(done.job for done in failed) == [100, 101]
+    assert all(not done.ok and "ready words" in done.error for done in failed)
+    assert stuck.segment.get_verdict(2, 9) == layout.FAILED
+    assert (stuck.segment.layers[2] == 9).all()
+    assert stuck.segment.consumed.tolist() == [1, 1]
+    flowing.close()
 
 
 @pytest.mark.parametrize("kind", ["backup", "restore"])

@@ -213,7 +213,7 @@ def test_a_layer_is_waited_for_until_its_word_holds_the_generation(
     waits = threading.Event()
 
     def copier() -> None:
-        waits.wait(30)
+        waits.wait(120)
         segment.fields.layers[2, 3] = 8
 
     thread = threading.Thread(target=copier)

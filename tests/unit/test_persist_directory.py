@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tierd.wire.geometry import namespace_digest, namespace_record, read_namespa
 from tierd.wire.messages import BufferSpec, PoolSpec
 
 CHUNK = 1 << 20
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -202,7 +205,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin, process.stdout:
-        return process.wait(20)
+        return process.wait(PATIENCE_S)
 
 
 def test_a_copier_that_ends_by_itself_is_waited_for(
@@ -211,13 +214,22 @@ def test_a_copier_that_ends_by_itself_is_waited_for(
     caplog.set_level("INFO")
     first = PersistDirectory(memory / "pages")
     assert first.take_over(1.0)
-    # It ends once nobody else has the other end of its stdin: its control is gone.
-    copier = holder(first, then="time.sleep(0.3)")
+    copier = holder(first, then="input()")
     first.close()
     second = PersistDirectory(memory / "pages")
-    assert second.take_over(20.0)
+
+    def end_when_it_is_waited_for() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while "waiting" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(file=copier.stdin, flush=True)
+
+    ending = threading.Thread(target=end_when_it_is_waited_for)
+    ending.start()
+    assert second.take_over(PATIENCE_S)
+    ending.join()
     assert ended(copier) == 0, "it was not killed"
-    assert re.search(rf"waiting up to 20 s .*pids {copier.pid}", caplog.text)
+    assert re.search(rf"waiting up to {PATIENCE_S:.0f} s .*pids {copier.pid}", caplog.text)
     second.close()
 
 
