@@ -36,6 +36,7 @@ from tierd_client.pools import (
 from tierd_client.restore import FailedRestore, Restore
 from tierd_client.ring import RingSpace
 from tierd_client.segment import create_segment
+from tierd_client.tickets import FOR_LOADS, FOR_RESTORES, Tickets
 from tierd_client.watchdog import Watchdog
 
 log = logging.getLogger("tierd_client")
@@ -123,7 +124,7 @@ class TierClient:
         self._registered_epoch = ""
         self._resets = 0
         self._outbox = Outbox(self._segment.spec.backup_ring)
-        self._ticket = 0
+        self._tickets = Tickets()
         self._lookups = Lookups(
             self._link,
             self._specs,
@@ -131,7 +132,7 @@ class TierClient:
             timeout_s=lookup_timeout_s,
             receive=self._receive,
             lost=self._lost,
-            may_restore=self._can_restore,
+            may_restore=lambda: self._can_restore() and self._tickets_left() > FOR_LOADS,
         )
         self._restores = 0
         self._restore_ring = RingSpace(self._segment.spec.restore_ring)
@@ -341,18 +342,19 @@ class TierClient:
     def _send_flush(self, batch: Batch, now: float) -> None:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
         ring = self._outbox.ring
-        room = min(ring.room(), MAX_FLUSH_PAGES) if self._outbox.has_ticket(self._ticket) else -1
+        enough = self._tickets_left() > FOR_RESTORES
+        room = min(ring.room(), MAX_FLUSH_PAGES) if enough else -1
         shed, nodes = batch.split(room)
         layout = self._pools.lay_out(nodes.parts, ring.head)
         keys, first = shared_keys(nodes.parts, nodes.counts)
         if layout.slots:
             self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
         if nodes.seqs:  # tombstones alone must use up no ready words
-            self._device.mark_ready(self._new_ticket())
+            self._device.mark_ready(self._tickets.take())
         rows = nodes.with_tombstones(shed)
         message = messages.Flush(
             epoch=self._epoch,
-            ticket=self._ticket,
+            ticket=self._tickets.last,
             fence=int(self._segment.fence[0]),
             seqs=rows.seqs,
             parts=rows.counts,
@@ -364,7 +366,7 @@ class TierClient:
             keys=keys,
         )
         if self._link.send(message):
-            self._outbox.sent(self._ticket, rows.seqs[-1], layout.end, now)
+            self._outbox.sent(self._tickets.last, rows.seqs[-1], layout.end, now)
         else:
             self._outbox.not_sent(batch)
 
@@ -381,24 +383,25 @@ class TierClient:
         """
         given = self._pools.parts_of(pages)
         ring = self._outbox.ring
-        room = min(ring.room(), MAX_FLUSH_PAGES) if self._outbox.has_ticket(self._ticket) else 0
+        enough = self._tickets_left() > FOR_RESTORES
+        room = min(ring.room(), MAX_FLUSH_PAGES) if enough else 0
         if sum(given.pages) > room:
             given = self._pools.parts_of([])
         layout = self._pools.lay_out(given, ring.head)
         count = layout.end - ring.head
         if count:
             self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
-            self._device.mark_ready(self._new_ticket())
+            self._device.mark_ready(self._tickets.take())
         message = messages.Supply(
             epoch=self._epoch,
             seq=seq,
-            ticket=self._ticket,
+            ticket=self._tickets.last,
             fence=int(self._segment.fence[0]),
             parts=named_parts(given, layout) if count else [],
             keys=key_blob(given),
         )
         if self._link.send(message) and count:
-            self._outbox.sent(self._ticket, seq, layout.end, time.monotonic())
+            self._outbox.sent(self._tickets.last, seq, layout.end, time.monotonic())
 
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""
@@ -484,10 +487,11 @@ class TierClient:
             or count > min(ring.room(), MAX_FLUSH_PAGES)
             or len(items) > limits.MAX_ITEMS_PER_RESTORE
             or not self._can_restore()
+            or not self._tickets_left()
         ):
             return FailedRestore()
         generation = self._restores % 2**32 or 2**31
-        ticket = self._new_ticket()
+        ticket = self._tickets.take()
         self._segment.awaited[entry] = generation
         message = messages.Restore(
             epoch=self._epoch,
@@ -512,6 +516,7 @@ class TierClient:
             segment=self._segment,
             entry=entry,
             generation=generation,
+            ticket=ticket,
             copier=copier,
             daemon_lost=lambda: self._daemon_lost(connection),
             abandon=self._bump_fence,
@@ -580,6 +585,7 @@ class TierClient:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _new_ticket(self) -> int:
-        self._ticket = (self._ticket + 1) % 2**32 or 1
-        return self._ticket
+    def _tickets_left(self) -> int:
+        """How many flushes and restores may still be sent before an answer comes."""
+        loading = [r.ticket for r in self._entries if r is not None and not r.finished]
+        return self._tickets.left((*self._outbox.tickets, *loading))

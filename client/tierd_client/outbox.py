@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from tierd.wire import limits
-from tierd.wire.layout import TICKETS
 from tierd_client.packing import Parts
 from tierd_client.ring import RingSpace
 
@@ -17,8 +16,6 @@ MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
 FLUSH_PAGES, FLUSH_ITEMS = 1 << 15, 1 << 10
 """More than so many go in messages of their own: the daemon reads each in a fraction of a
 millisecond, with lookups in between."""
-SPARE_TICKETS = 64
-"""Ready words that flushes leave for restores."""
 
 
 class Ack(NamedTuple):
@@ -186,9 +183,10 @@ class Outbox:
         """A message found no place: its backups go as tombstones, later."""
         self._tombstones += batch.shed + batch.nodes.seqs
 
-    def has_ticket(self, ticket: int) -> bool:
-        """Are the next ready words after `ticket` free?"""
-        return not self._sent or ticket - self._sent[0].ticket < TICKETS - SPARE_TICKETS
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """The oldest ticket whose ready words may still be looked at; none if nothing waits."""
+        return (self._sent[0].ticket,) if self._sent else ()
 
     def oldest_s(self, now: float) -> float:
         """How long the oldest message has waited for its acks."""

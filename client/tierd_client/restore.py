@@ -36,6 +36,7 @@ class Restore:
         segment: Segment,
         entry: int,
         generation: int,
+        ticket: int,
         copier: ProcessHandle,
         daemon_lost: Callable[[], bool],
         abandon: Callable[[], None],
@@ -45,6 +46,8 @@ class Restore:
         self._segment = segment
         self._entry = entry
         self._generation = generation
+        self.ticket = ticket
+        """Of its ready words."""
         self._copier = copier
         self._daemon_lost = daemon_lost
         self._abandon = abandon
@@ -74,6 +77,11 @@ class Restore:
         if self._landed is None:
             self._landed = self._await_verdict()
         return self._landed
+
+    @property
+    def finished(self) -> bool:
+        """Does nobody read its ready words any more?"""
+        return self._landed is not None
 
     @property
     def over(self) -> bool:
