@@ -103,6 +103,7 @@ class Link:
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
         self._last_words: list[messages.ToClient] = []
+        self._polled: tuple[LinkState, ProcessHandle | None] = (self.state, self.copier)
 
     @property
     def heartbeat_s(self) -> float:
@@ -142,13 +143,18 @@ class Link:
         return True
 
     def poll(self, now: float) -> bool:
-        """Read the lifeline. True: the state, or the copier, has changed."""
+        """Read the lifeline. True: the state, or the copier, is another one than when this was
+        called last; `wait` may have seen it change."""
+        self._read(now)
+        last, self._polled = self._polled, (self.state, self.copier)
+        return last != self._polled
+
+    def _read(self, now: float) -> None:
         lifeline = self._lifeline
         if lifeline is None:
-            return False
+            return
         if self.state is LinkState.UP and not lifeline.wants_write and not self._arrivals.poll(0):
-            return False
-        before = (self.state, self.copier)
+            return
         try:
             lifeline.flush()
             for message, fds in lifeline.receive():
@@ -162,7 +168,6 @@ class Link:
         if self.state is LinkState.REGISTERING and now >= self._give_up_at:
             log.warning("the daemon on %s does not answer a registration, trying again", self.path)
             self.drop()
-        return before != (self.state, self.copier)
 
     def _on_lifeline(self, message: messages.ToLifeline, fds: list[int]) -> None:
         if isinstance(message, messages.Welcome) and len(fds) == 3:
@@ -193,14 +198,14 @@ class Link:
             raise ProtocolError(f"unexpected {type(message).__name__} with {len(fds)} descriptors")
 
     def wait(self, timeout_s: float, now: float) -> None:
-        """Block until the lifeline or the ZeroMQ socket has something."""
+        """Block until the lifeline or the ZeroMQ socket has something, and read the lifeline."""
         poller = zmq.Poller()
         if self._lifeline is not None and not self._lifeline.closed:
             poller.register(self._lifeline, zmq.POLLIN)
         if self._dealer is not None:
             poller.register(self._dealer, zmq.POLLIN)
         poller.poll(max(1, int(timeout_s * 1000)))
-        self.poll(now)
+        self._read(now)
 
     def send(self, message: messages.Message) -> bool:
         """Queue a message for the daemon. False: the queue is full, or there is no daemon.
@@ -249,6 +254,7 @@ class Link:
         """End the connection for good, and forget the daemon's processes. Idempotent."""
         self.drop()
         self.control = self.copier = self.presence = None
+        self._polled = (self.state, None)
         self._context.destroy(linger=0)
 
 
