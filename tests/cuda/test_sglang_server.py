@@ -17,6 +17,7 @@ import os
 import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,15 +58,23 @@ def prompt(seed: int, tokens: int = PROMPT) -> list[int]:
     return [rng.randrange(10, 50_000) for _ in range(tokens)]
 
 
+def free_port() -> int:
+    """A port that the kernel gives to nobody else before it has been round all others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 class Server:
     """One `sglang.launch_server` in a process group of its own."""
 
-    def __init__(self, socket: Path, page: int, log: Path) -> None:
-        self.port = random.Random(os.getpid() + time.time_ns()).randrange(20_000, 60_000)
+    def __init__(self, daemon: Path, page: int, log: Path) -> None:
+        self.port = free_port()
         linker = {
             "linker": "TierdLinker",
             "linker_module_path": "tierd_client.sglang",
-            "linker_extra_config": {"socket": str(socket)},
+            "linker_extra_config": {"socket": str(daemon)},
         }
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", MODEL),
