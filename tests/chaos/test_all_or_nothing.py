@@ -11,6 +11,7 @@ import pytest
 from fuzz_ranks import FuzzRank
 from one_process import OneProcess
 
+from tierd.control import members
 from tierd.wire import messages
 from tierd.wire.messages import Allocation, BufferSpec, PoolSpec
 
@@ -52,3 +53,19 @@ def test_a_rank_whose_second_pool_cannot_be_kept_account_of_is_refused_whole(
     answer = rank.register(msgspec.structs.replace(whole, pools=pools[:1]))
     assert isinstance(answer, messages.Welcome)
     rank.close()
+
+
+def test_ranks_that_are_more_than_their_copier_can_be_told_of_are_refused_and_others_served(
+    daemon: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "MOST_TOLD", 5)
+    first, second, third = (FuzzRank(daemon, f"engine{n}", 0, 1) for n in range(3))
+    large = [pool("kv", 0, 4 << 20)]
+    for rank, welcome in ((first, True), (second, True), (third, False)):
+        answer = rank.register(msgspec.structs.replace(rank.registration(), pools=large))
+        assert isinstance(answer, messages.Welcome) == welcome
+    first.close()
+    answer = third.register(msgspec.structs.replace(third.registration(), pools=large))
+    assert isinstance(answer, messages.Welcome), "there is room again"
+    for rank in (second, third):
+        rank.close()

@@ -25,6 +25,11 @@ LEASE_SHARE = 0.5
 """Leases never hold more than this share of a pool."""
 
 
+MOST_TOLD = 1 << 18
+"""Buffers and allocations of all ranks that share a copier. It is told all of them in one go when
+it is started again, in about 80 bytes each: a channel that takes 64 MiB must not be full of it."""
+
+
 class Members:
     """The sessions and groups of one daemon.
 
@@ -84,6 +89,7 @@ class Members:
             )
         group.check_member(info)
         group.check_epoch(info.epoch)
+        self._check_copier(copier, info)
         memory, segment = map_segment(fds[0])
         session = Session(
             number=self._state.next_number(),
@@ -138,6 +144,17 @@ class Members:
                 f"{len(info.pools)} pools of {info.world_size} ranks need {least >> 20} MiB of "
                 f"host memory at least, a chunk each; this daemon has {budget >> 20} MiB: start it "
                 "with more --memory"
+            )
+
+    def _check_copier(self, copier: Copier, info: messages.Register) -> None:
+        """One copier can be told so much, and no more."""
+        ranks = [s.info for s in self._state.sessions.values() if s.copier is copier]
+        told = sum(_told(rank) for rank in ranks)
+        if told + _told(info) > MOST_TOLD:
+            raise ProtocolError(
+                f"{_told(info)} buffers and allocations of this rank and {told} of the others on "
+                f"{copier.device} are more than the {MOST_TOLD} that a copier is told of; register "
+                "fewer, larger ones"
             )
 
     def _copier_for(self, info: messages.Register) -> Copier:
@@ -321,6 +338,11 @@ class Members:
     def overdue(self, now: float) -> list[Copier]:
         """Copiers that hold on to a dead rank's memory for too long."""
         return [copier for copier, until in self._detaching.values() if until <= now]
+
+
+def _told(info: messages.Register) -> int:
+    """What a copier is told of a rank, in buffers and allocations."""
+    return len(info.allocations) + sum(len(pool.buffers) for pool in info.pools)
 
 
 def refused(error: object) -> messages.Refused:
