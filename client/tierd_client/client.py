@@ -20,21 +20,20 @@ from tierd import __version__
 from tierd.meeting import check_socket, default_socket
 from tierd.wire import limits, messages
 from tierd.wire.geometry import namespace_digest
-from tierd.wire.layout import RESTORE_ENTRIES, SegmentSpec
+from tierd.wire.layout import SegmentSpec
 from tierd_client.device import open_device
-from tierd_client.leases import request_name
-from tierd_client.link import Link, LinkState, ProcessHandle
+from tierd_client.link import Link, LinkState
 from tierd_client.lookups import Lookups
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
-from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
+from tierd_client.packing import Parts, Pools, key_blob, named_parts, shared_keys
 from tierd_client.pools import (
     DevicePool,
     PageKeys,
     PoolPages,
     describe,
 )
-from tierd_client.restore import FailedRestore, Restore
-from tierd_client.ring import RingSpace
+from tierd_client.restore import Restore
+from tierd_client.restores import Restores
 from tierd_client.segment import create_segment
 from tierd_client.tickets import FOR_LOADS, FOR_RESTORES, Tickets
 from tierd_client.watchdog import Watchdog
@@ -101,11 +100,9 @@ class TierClient:
             self._shared = create_segment(SegmentSpec(max_layers=layers))
             open_now.callback(self._shared.close)
             self._segment = self._shared.fields
-            self._watchdog = (
-                None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
-            )
-            if self._watchdog is not None:
-                open_now.callback(self._watchdog.close)
+            watchdog = None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
+            if watchdog is not None:
+                open_now.callback(watchdog.close)
             self._device.adopt_segment(self._shared.memory, self._segment)
             open_now.callback(self._device.release_segment)
             self._pidfd = os.pidfd_open(os.getpid())
@@ -117,7 +114,6 @@ class TierClient:
         self._rank = rank
         self._world_size = world_size
         self._supplies = supplies
-        self._verdict_timeout_s = verdict_timeout_s
         self._ack_timeout_s = ack_timeout_s
 
         self._epoch = ""
@@ -125,6 +121,18 @@ class TierClient:
         self._resets = 0
         self._outbox = Outbox(self._segment.spec.backup_ring)
         self._tickets = Tickets()
+        self._restores = Restores(
+            self._device,
+            self._segment,
+            self._pools,
+            self._link,
+            watchdog,
+            self._tickets,
+            verdict_timeout_s=verdict_timeout_s,
+            tickets_left=self._tickets_left,
+            poll_link=self._poll_link,
+            abandon=self._bump_fence,
+        )
         self._lookups = Lookups(
             self._link,
             self._specs,
@@ -132,12 +140,8 @@ class TierClient:
             timeout_s=lookup_timeout_s,
             receive=self._receive,
             lost=self._lost,
-            may_restore=lambda: self._can_restore() and self._tickets_left() > FOR_LOADS,
+            may_restore=lambda: self._restores.may_start() and self._tickets_left() > FOR_LOADS,
         )
-        self._restores = 0
-        self._restore_ring = RingSpace(self._segment.spec.restore_ring)
-        self._entries: list[Restore | None] = [None] * RESTORE_ENTRIES
-        self._watched: ProcessHandle | None = None
         self._next_look = 0.0
         self._said_absent = False
         self._said_refusal = ""
@@ -214,9 +218,8 @@ class TierClient:
         """React to what the link has become."""
         if self.connected:
             self._said_absent, self._said_refusal = False, ""
-            self._watch()
             self._outbox.ring.free_all()
-            self._restore_ring.free_all()
+            self._restores.connected()
             self._lookups.connected()
             if self._registered_epoch != self._epoch:
                 self._send_reset()  # `reset` was called while the daemon had yet to answer
@@ -238,25 +241,12 @@ class TierClient:
         if self.connected and not was_up:
             self._note_link()
         elif self.connected:
-            self._watch()
+            self._restores.watch()
         elif was_up:
             self._receive()
             self._lost("it closed the connection")
         else:
             self._note_link()
-
-    def _watch(self) -> None:
-        """Have the watchdog look at the processes that are there now."""
-        control, copier = self._link.control, self._link.copier
-        watchdog = self._watchdog
-        if (
-            watchdog
-            and control
-            and copier
-            and copier is not self._watched
-            and watchdog.watch(control.pidfd, copier.pidfd)
-        ):
-            self._watched = copier
 
     def _lost(self, why: str) -> None:
         """The daemon is gone: nothing that it has not acked is kept. The fence goes up first."""
@@ -464,86 +454,10 @@ class TierClient:
         Raises: ValueError: keys and slots that do not fit together.
         """
         given = self._pools.parts_of([part for pages in loads.values() for part in pages])
-        self._restores += 1
         for rid in loads:
             self._lookups.loading(rid)
-        used = [restore is not None and not restore.over for restore in self._entries]
-        entry = used.index(False) if False in used else None
-        ring = self._restore_ring
-        ring.free_up_to(int(self._segment.consumed[1]))
-        if not any(used):
-            # Also of restores that no copier was told of, whose ring it has not given back.
-            ring.free_all()
-        layout = self._pools.lay_out(given, ring.head)
-        named = grouped(named_parts(given, layout), [len(pages) for pages in loads.values()])
-        items = list(map(messages.RestoreItem, map(request_name, loads), named))
-        count = layout.end - ring.head
-        copier = self._link.copier
-        if (
-            not self.connected
-            or copier is None
-            or entry is None
-            or not count
-            or count > min(ring.room(), MAX_FLUSH_PAGES)
-            or len(items) > limits.MAX_ITEMS_PER_RESTORE
-            or not self._can_restore()
-            or not self._tickets_left()
-        ):
-            return FailedRestore()
-        generation = self._restores % 2**32 or 2**31
-        ticket = self._tickets.take()
-        self._segment.awaited[entry] = generation
-        message = messages.Restore(
-            epoch=self._epoch,
-            number=self._restores,
-            entry=entry,
-            generation=generation,
-            ticket=ticket,
-            fence=int(self._segment.fence[0]),
-            items=items,
-            keys=key_blob(given),
-        )
-        if not self._link.send(message):
-            self._segment.release(entry)
-            return FailedRestore()
-        # After the message: it is on its way while the device gets its work.
-        self._device.write_page_numbers("restore", ring.head, layout.slots, layout.page_tokens)
-        self._device.mark_ready(ticket)
-        ring.head = layout.end
-        connection = self._link.connection
-        restore = Restore(
-            device=self._device,
-            segment=self._segment,
-            entry=entry,
-            generation=generation,
-            ticket=ticket,
-            copier=copier,
-            daemon_lost=lambda: self._daemon_lost(connection),
-            abandon=self._bump_fence,
-            timeout_s=self._verdict_timeout_s,
-        )
-        self._entries[entry] = restore
-        return restore
-
-    def _can_restore(self) -> bool:
-        """Would every waiting stream be released, whoever dies?"""
-        self._watch()
-        if self._watchdog is None or self._watchdog.armed():
-            return True
-        if self._watchdog.is_dead():
-            self._watched = None  # the next call has another one started
-        return False
-
-    def _daemon_lost(self, connection: int) -> bool:
-        """Look at the lifeline: is the daemon that was told of a restore gone, even if there is
-        another one by now?"""
-        self._poll_link(time.monotonic())
-        return not self.connected or self._link.connection != connection
-
-    def _finish_restores(self) -> None:
-        for restore in list(self._entries):
-            if restore is not None:
-                restore.finish()
+        counts = [len(pages) for pages in loads.values()]
+        return self._restores.start(list(loads), given, counts, self._epoch)
 
     # --- epochs and the end -------------------------------------------------------------------
 
@@ -558,7 +472,7 @@ class TierClient:
         self._resets += 1
         self._epoch = f"{self._instance}:{self._resets}"
         self._bump_fence()
-        self._finish_restores()
+        self._restores.finish()
         if keep_pending:
             self._outbox.fail()
         else:
@@ -578,8 +492,8 @@ class TierClient:
             return
         self._closed = True
         self._bump_fence()
-        self._finish_restores()
-        self._watched = None
+        self._restores.finish()
+        self._restores.close()
         self._open.close()
         self._outbox.fail()
 
@@ -587,5 +501,4 @@ class TierClient:
 
     def _tickets_left(self) -> int:
         """How many flushes and restores may still be sent before an answer comes."""
-        loading = [r.ticket for r in self._entries if r is not None and not r.finished]
-        return self._tickets.left((*self._outbox.tickets, *loading))
+        return self._tickets.left((*self._outbox.tickets, *self._restores.tickets))

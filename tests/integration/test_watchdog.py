@@ -206,7 +206,8 @@ def test_an_engine_whose_watchdog_was_killed_gets_another_one(
 ) -> None:
     with running(tmp_path / "run") as daemon:
         engine = Engine(daemon.socket)
-        dog = engine.client._watchdog = Watchdog(engine.client._shared.fd)  # as a rank on a GPU has
+        # As a rank on a GPU has.
+        dog = engine.client._restores.watchdog = Watchdog(engine.client._shared.fd)
         assert engine.back_up("a", 4)
         until(lambda: engine.lookup("a", 4) == 4, "it is armed")
         os.kill(dog.pid, signal.SIGKILL)
