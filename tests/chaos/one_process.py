@@ -199,8 +199,16 @@ class OneProcess:
             )
             for name, group in self.state.groups.items()
         }
+        rooms = {
+            name: [(p.name, p.free_slots, p.capacity) for p in group.placing.placement.pools]
+            for name, group in self.state.groups.items()
+            if group.placing
+        }
         jobs = {copier.device: len(copier.jobs) for copier in self.copiers}
-        return f"groups (waiting, undecided, heals, serving) {groups}, jobs {jobs}"
+        return (
+            f"groups (waiting, undecided, heals, serving) {groups}, jobs {jobs}, "
+            f"want room (pool, free, of) {rooms}"
+        )
 
     def close(self) -> None:
         self.control.close()
