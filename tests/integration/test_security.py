@@ -276,6 +276,6 @@ def test_a_second_connection_cannot_take_a_ranks_place_by_its_name(daemon: Daemo
             [pages.pool() for pages in engine.ranks[0].pages.values()],
             namespace={"model": "m"},
             instance="engine",
-        ).connect()
+        ).connect(DEADLINE_S)
     assert engine.restored("a", 2)
     engine.close()

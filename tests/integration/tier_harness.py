@@ -62,9 +62,11 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
     def stands_still() -> bool:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
-        return set(states) <= set("Tt")
+        states = set()
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return states <= set("Tt")
 
     eventually(stands_still, f"process {pid} stands still")
 
@@ -176,7 +178,8 @@ class Daemon:
         if self.process.poll() is None:
             family = self.family()
             for process in family:
-                process.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
             draining = self._log.stat().st_size
             self.process.send_signal(number)
             if hasty and self._has_work_left(draining):
@@ -195,7 +198,7 @@ class Daemon:
 
         def drains() -> bool:
             nonlocal said
-            said = self._log.read_bytes()[log_size:].decode()
+            said = self._log.read_bytes()[log_size:].decode(errors="replace")
             return "lookups miss from now on" in said or process.poll() is not None
 
         eventually(drains, "it drains")

@@ -33,7 +33,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / "tierd@llama.service")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (verify.returncode, verify.stdout, verify.stderr) == (0, "", "")
