@@ -80,8 +80,8 @@ STATUS: dict[str, Any] = {
 }
 
 
-def shown(status: dict[str, Any]) -> str:
-    console = Console(width=250)
+def shown(status: dict[str, Any], width: int = 250) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(render_status(status))
     return capture.get()
@@ -103,6 +103,30 @@ def test_a_busy_daemon_shows_its_pools_engines_and_copiers() -> None:
         "gpu NVIDIA H200, gpu memory 524.0 MiB",
     ):
         assert words in text
+
+
+def test_a_terminal_of_120_columns_shows_a_busy_pool_in_one_line() -> None:
+    (pool,) = STATUS["pools"]
+    numbers = {"slots_used": 999_999, "slots_total": 1_000_000, "evictions": 10**8, "leased": 9999}
+    (line,) = (
+        line
+        for line in shown({**STATUS, "pools": [pool | numbers]}, 120).splitlines()
+        if "kv" in line
+    )
+    for words in ("0123456789ab", "64 tok, 9.0 MiB", "999,999 of 1,000,000", "75.0%", "strided"):
+        assert words in line
+
+
+def test_ids_are_cut_where_their_beginning_tells_them_apart() -> None:
+    (engine,) = STATUS["sessions"]
+    text = shown(
+        {
+            **STATUS,
+            "sessions": [{**engine, "device": "GPU-111111111111-2222", "instance": "f" * 32}],
+        }
+    )
+    assert "GPU-111111111111\u2026" in text
+    assert f"{'f' * 16}\u2026" in text
 
 
 def test_a_daemon_that_serves_says_nothing_of_a_pause() -> None:

@@ -26,18 +26,20 @@ def clear(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     # A daemon that does not answer at all is found out at once; one at work is given time.
     fetch(socket_or_default(socket))
     request = ClearRequest(protocol=PROTOCOL_VERSION)
-    _order(request, socket, as_json, "cleared", CLEAR_TIMEOUT_S)
+    _order(request, socket, as_json, "cleared {pages:,} pages", CLEAR_TIMEOUT_S)
 
 
 def pause(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     """The kill switch: lookups miss and backups are shed until `tierd resume`. Engines serve on
     as if there were no host tier; cached pages stay."""
-    _order(PauseRequest(protocol=PROTOCOL_VERSION, paused=True), socket, as_json, "paused")
+    request = PauseRequest(protocol=PROTOCOL_VERSION, paused=True)
+    _order(request, socket, as_json, "paused: lookups miss and backups are shed")
 
 
 def resume(socket: SocketOption = None, as_json: JsonOption = False) -> None:
     """Take lookups and backups again, after `tierd pause`."""
-    _order(PauseRequest(protocol=PROTOCOL_VERSION, paused=False), socket, as_json, "resumed")
+    request = PauseRequest(protocol=PROTOCOL_VERSION, paused=False)
+    _order(request, socket, as_json, "resumed")
 
 
 def _order(
@@ -47,9 +49,6 @@ def _order(
     done: str,
     timeout_s: float = REPLY_TIMEOUT_S,
 ) -> None:
+    """Args: `done`: what to say then, with the reply's counts by name."""
     detail = ask(socket_or_default(socket), request, Done, timeout_s).detail
-    if as_json:
-        typer.echo(json.dumps(detail))
-    else:
-        counts = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in detail.items())
-        typer.echo(done + (f": {counts}" if counts else ""))
+    typer.echo(json.dumps(detail) if as_json else done.format(**detail))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tierd.memory.limits import format_size
+
+NAME_CHARS = 16
+"""Of engines and GPUs: so that a pool's line fits a terminal of 120 columns."""
 
 
 def render_status(data: Mapping[str, Any]) -> RenderableType:
@@ -86,7 +90,7 @@ def _pools(pools: list[Mapping[str, Any]]) -> Table:
     table = _table(
         "Pools",
         ["pool", "namespace", "shards", "page"],
-        ["slots used", "of", "bytes", "pages", "leased", "evicted", "hits", "misses", "hit rate"],
+        ["slots used", "bytes", "leased", "evicted", "hit rate"],
         ["copy path"],
     )
     for pool in pools:
@@ -95,12 +99,11 @@ def _pools(pools: list[Mapping[str, Any]]) -> Table:
             pool["namespace"],
             str(pool["shards"]),
             f"{pool['page_tokens']} tok, {format_size(pool['slot_bytes'])}",
-            f"{pool['slots_used']:,}",
-            f"{pool['slots_total']:,}",
-            f"{format_size(pool['bytes_used'])} / {format_size(pool['bytes_total'])}",
-            *(f"{pool[name]:,}" for name in ("pages", "leased", "evictions", "hits", "misses")),
+            f"{pool['slots_used']:,} of {pool['slots_total']:,}",
+            format_size(pool["bytes_used"]),
+            *(f"{pool[name]:,}" for name in ("leased", "evictions")),
             hit_rate(pool["hits"], pool["misses"]),
-            pool["copy_path"],
+            pool["copy_path"].partition(":")[0],
         )
     return table
 
@@ -113,9 +116,9 @@ def _sessions(sessions: list[Mapping[str, Any]]) -> Table:
     )
     for session in sessions:
         table.add_row(
-            session["instance"],
+            _short(session["instance"]),
             f"{session['rank']} of {session['world_size']}",
-            session["device"],
+            _short(session["device"]),
             session["namespace"],
             session["epoch"] or "-",
             session["software"],
@@ -134,7 +137,7 @@ def _copiers(copiers: list[Mapping[str, Any]]) -> Table:
     )
     for copier in copiers:
         table.add_row(
-            copier["device"],
+            _short(copier["device"]),
             _copier_state(copier),
             str(copier["pid"]),
             str(copier["restarts"]),
@@ -161,14 +164,25 @@ def _copier_state(copier: Mapping[str, Any]) -> Text:
 def _table(
     title: str, left: list[str], right: list[str], left_again: list[str] | None = None
 ) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for name in left:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in right:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for name in left_again or ():
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     return table
+
+
+def _short(name: str) -> str:
+    """The beginning of a UUID, which tells it from others here; `--json` has all of it."""
+    return name if len(name) <= NAME_CHARS else f"{name[:NAME_CHARS]}\u2026"
 
 
 def duration(seconds: float) -> str:

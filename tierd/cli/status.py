@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from tierd.cli.daemon import ask
@@ -45,7 +45,7 @@ def status(
         if as_json:
             typer.echo(json.dumps(data, indent=2))
         else:
-            Console().print(render_status(data))
+            _print(render_status(data))
         return
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
@@ -56,6 +56,15 @@ def status(
             while True:
                 time.sleep(interval)
                 live.update(render_status(fetch(path)), refresh=True)
+
+
+def _print(shown: RenderableType) -> None:
+    """Print tables as wide as the terminal; whole, where it is none."""
+    console = Console()
+    if not console.is_terminal:
+        width = Console(width=1000).measure(shown).maximum
+        console = Console(width=max(width, console.width))
+    console.print(shown)
 
 
 def fetch(path: Path) -> dict[str, Any]:
