@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import gc
 import json
 import logging
 import mmap
@@ -70,6 +71,7 @@ def as_user(groups: list[int], call: Callable[[], str]) -> str:
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
+        gc.disable()  # garbage of this process's may be what its threads work with
         try:
             os.setgroups(groups)
             os.setgid(STRANGER)

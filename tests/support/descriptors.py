@@ -36,7 +36,7 @@ def opened_since(before: Open, having: str = "") -> list[tuple[int, str]]:
 def descriptors_left(more: int) -> Iterator[None]:
     """This process may open so many more descriptors, and no others: nor does it close any that
     are garbage meanwhile."""
-    gc.collect()
+    gc.disable()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(number for number, _ in open_descriptors())
     plugs = [os.dup(0)]
@@ -44,7 +44,6 @@ def descriptors_left(more: int) -> Iterator[None]:
         plugs.append(os.dup(0))
     first_free = plugs.pop()
     os.close(first_free)
-    gc.disable()
     resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + more, limits[1]))
     try:
         yield
