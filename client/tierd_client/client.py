@@ -26,12 +26,7 @@ from tierd_client.link import Link, LinkState
 from tierd_client.lookups import Lookups
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
 from tierd_client.packing import Parts, Pools, key_blob, named_parts, shared_keys
-from tierd_client.pools import (
-    DevicePool,
-    PageKeys,
-    PoolPages,
-    describe,
-)
+from tierd_client.pools import DevicePool, PageKeys, PoolPages, describe
 from tierd_client.restore import Restore
 from tierd_client.restores import Restores
 from tierd_client.segment import create_segment

@@ -23,16 +23,7 @@ from typing import Any
 import pytest
 import tierd_client
 from registrations import REGISTER
-from tier_harness import (
-    DEADLINE_S,
-    Daemon,
-    Engine,
-    eventually,
-    keys,
-    lifeline,
-    open_files,
-    running,
-)
+from tier_harness import DEADLINE_S, Daemon, Engine, eventually, keys, lifeline, open_files, running
 from tierd_client import TierClient
 
 import tierd

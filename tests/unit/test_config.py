@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.config import (
-    ServeConfig,
-    ServeOptions,
-    parse_toml,
-    read_toml,
-    resolve,
-)
+from tierd.config import ServeConfig, ServeOptions, parse_toml, read_toml, resolve
 from tierd.meeting import default_socket, prepare_socket_directory
 from tierd.memory.hugepages import Reserved
 from tierd.memory.limits import Available

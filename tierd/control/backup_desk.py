@@ -9,14 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tierd.control.backups import (
-    Backup,
-    NoRoomError,
-    Piece,
-    RepeatedKeyError,
-    copied,
-    runs,
-)
+from tierd.control.backups import Backup, NoRoomError, Piece, RepeatedKeyError, copied, runs
 from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
 from tierd.control.offers import flushed, supplied
 from tierd.control.sequencer import Offer

@@ -23,13 +23,7 @@ from tierd.memory.presence import SharedPresence
 from tierd.memory.source import AnonymousMemory, ChunkSource
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
-from tierd.wire.geometry import (
-    HostLayout,
-    namespace_digest,
-    namespace_record,
-    pool_layout,
-    shards,
-)
+from tierd.wire.geometry import HostLayout, namespace_digest, namespace_record, pool_layout, shards
 
 log = logging.getLogger("tierd.control")
 

@@ -13,13 +13,7 @@ import numpy as np
 
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
 from tierd.copier.operations import I64, NO_OPS, U64, Records
-from tierd.copier.plan import (
-    Batch,
-    Direction,
-    PlanError,
-    PoolPlan,
-    layer_groups,
-)
+from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups
 from tierd.copier.verify import Bad, Places
 from tierd.wire import layout
 from tierd.wire.geometry import HostLayout, check_pools, placed_layout

@@ -20,14 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from tierd.bench.interference_plan import (
-    FULL,
-    RUN_UP_S,
-    WARM_UP_S,
-    Traffic,
-    Windows,
-    traffics,
-)
+from tierd.bench.interference_plan import FULL, RUN_UP_S, WARM_UP_S, Traffic, Windows, traffics
 from tierd_client.bench.decode import DecodeLoop
 from tierd_client.bench.machine import machine
 from tierd_client.bench.models import QWEN3_8B, DeviceMemory
