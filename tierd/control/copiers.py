@@ -65,15 +65,19 @@ class Job:
 
 
 @dataclass
-class Totals:
-    """What a device's copiers have moved since the daemon started."""
+class Moved:
+    """What the copies of one direction have moved since the daemon started, and how long a copier
+    was at it."""
 
-    backup_pages: int = 0
-    backup_bytes: int = 0
-    backup_seconds: float = 0.0
-    restore_pages: int = 0
-    restore_bytes: int = 0
-    restore_seconds: float = 0.0
+    pages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, done: JobDone) -> None:
+        """Another job is over; one that has failed has moved nothing."""
+        self.pages += done.pages
+        self.nbytes += done.copied_bytes
+        self.seconds += done.seconds
 
 
 class Copier:
@@ -109,7 +113,7 @@ class Copier:
         self.restarts = 0
         self.restart_at = 0.0
         self.detail: dict[str, Any] = {}
-        self.totals = Totals()
+        self.backups, self.restores = Moved(), Moved()
         self.jobs: dict[int, Job] = {}
         self.chunks: dict[int, bool] = {}
         """Chunks it was told of; True once they are mapped and pinned."""
@@ -226,11 +230,7 @@ class Copier:
         """A job's copies are off the wire. None: it was not known, or ended already."""
         job = self.jobs.pop(message.job, None)
         if job is not None:
-            kind = "backup" if job.restore is None else "restore"
-            for what in ("pages", "bytes", "seconds"):
-                moved = getattr(message, "copied_bytes" if what == "bytes" else what)
-                name = f"{kind}_{what}"
-                setattr(self.totals, name, getattr(self.totals, name) + moved)
+            (self.backups if job.restore is None else self.restores).add(message)
         return job
 
     def end(self) -> None:

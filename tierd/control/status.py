@@ -39,7 +39,7 @@ from typing import Any
 
 from tierd import __version__
 from tierd.control.catalog import Catalog
-from tierd.control.copiers import Copier
+from tierd.control.copiers import Copier, Moved
 from tierd.control.groups import Group, Session
 from tierd.control.stock import Stock
 from tierd.wire import limits
@@ -157,6 +157,15 @@ def _copier(copier: Copier) -> dict[str, Any]:
         "restarts": copier.restarts,
         "silent_s": copier.pulse.silent_s if copier.pulse.quiet else 0.0,
         "killed_at_s": copier.killed_at_s,
-        **vars(copier.totals),
+        **_moved("backup", copier.backups),
+        **_moved("restore", copier.restores),
         "detail": copier.detail,
+    }
+
+
+def _moved(kind: str, moved: Moved) -> dict[str, Any]:
+    return {
+        f"{kind}_pages": moved.pages,
+        f"{kind}_bytes": moved.nbytes,
+        f"{kind}_seconds": moved.seconds,
     }
