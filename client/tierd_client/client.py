@@ -292,16 +292,21 @@ class TierClient:
 
         Args:
             parts: Those of all nodes, made by `parts`.
-            counts: How many of them are each node's: the next ones.
+            counts: How many of them are each node's: the next ones. 0: it is not kept.
+            node_ids, parents: Of each node, as `backup` takes them.
 
         Returns: the first one's sequence number; the others follow.
         """
         return self._outbox.offer(parts, counts, node_ids, parents)
 
     def parts(self, pools: Sequence[str], keys: list[PageKeys], slots: list[torch.Tensor]) -> Parts:
-        """Pages by columns, one entry a part, for `backup_nodes`.
+        """Pages by columns, for `backup_nodes`: entry i of each list is part i, pages of one pool.
 
-        Raises: ValueError: keys and slots that do not fit together.
+        Args:
+            pools: Their pools' names.
+            keys, slots: As of `PoolPages`.
+
+        Raises: ValueError: keys and slots that do not fit together, or no such pool.
         """
         return self._pools.parts(pools, keys, slots)
 
