@@ -416,10 +416,12 @@ def test_a_lease_granted_after_its_lookup_had_timed_out_ends_with_the_request(
     assert engine.back_up("a", 4)
 
     def asked_in_vain() -> bool:
+        eventually(lambda: engine.lookup("a", 4, rid="early") == 4, "its heart beats")
+        engine.client.cancel("early")
         freeze(daemon.pid)
         assert engine.lookup("a", 4, rid="late") == 0
         os.kill(daemon.pid, signal.SIGCONT)
-        return "late" in engine.client._leases  # it does not ask a heart that beat long ago
+        return "late" in engine.client._leases  # else its heart had beaten too long ago
 
     eventually(asked_in_vain, "its lookup times out")
 
