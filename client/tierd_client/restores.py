@@ -51,7 +51,7 @@ class Restores:
         self._segment = segment
         self._pools = pools
         self._link = link
-        self._verdict_timeout_s = verdict_timeout_s
+        self.verdict_timeout_s = verdict_timeout_s
         self._tickets = tickets
         self._tickets_left = tickets_left
         self._poll_link = poll_link
@@ -134,7 +134,7 @@ class Restores:
             copier=copier,
             daemon_lost=lambda: self._daemon_lost(connection),
             abandon=self._abandon,
-            timeout_s=self._verdict_timeout_s,
+            timeout_s=self.verdict_timeout_s,
         )
         self._entries[entry] = restore
         return restore

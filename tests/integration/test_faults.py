@@ -52,7 +52,7 @@ def ranks() -> Iterator[Ranks]:
 def patiently(engine: Engine) -> None:
     """From now on it gives nothing up, as it did at once so far."""
     for rank in engine.ranks:
-        rank.client._verdict_timeout_s = rank.client._ack_timeout_s = DEADLINE_S
+        rank.client._restores.verdict_timeout_s = rank.client._ack_timeout_s = DEADLINE_S
 
 
 def back(daemon: Daemon, *engines: Engine) -> None:
@@ -421,7 +421,7 @@ def test_a_lease_granted_after_its_lookup_had_timed_out_ends_with_the_request(
         freeze(daemon.pid)
         assert engine.lookup("a", 4, rid="late") == 0
         os.kill(daemon.pid, signal.SIGCONT)
-        return "late" in engine.client._leases  # else its heart had beaten too long ago
+        return "late" in engine.client._lookups._leases  # else its heart had beaten too long ago
 
     eventually(asked_in_vain, "its lookup times out")
 
