@@ -18,7 +18,7 @@ from tierd.cli.daemon import ask
 from tierd.wire.limits import PROTOCOL_VERSION
 from tierd.wire.messages import Status, StatusRequest
 
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 
 
 class Daemon:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from tierd.wire.errors import TierdError
 
 READY_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
 RANKS_TIMEOUT_S = 900.0
 _LOG_LINES = 15
 
@@ -72,7 +72,11 @@ def running_group(
         for process in processes:
             _stdin(process).close()
         for process, log in zip(processes, logs, strict=True):
-            if process.wait(STOP_TIMEOUT_S) != 0:
+            try:
+                status = process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise DemoFailedError(f"{log.stem} does not end:\n{_tail(log)}") from None
+            if status != 0:
                 raise DemoFailedError(_epitaph(process, log))
     finally:
         _end(processes)
