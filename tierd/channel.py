@@ -52,6 +52,9 @@ class Channel(Generic[T]):
         self._sock = sock
         self._decoder = decoder
         self._frames = codec.Frames()
+        # One for all reads: fresh ones, which shrink to what came, would end up on top of the heap,
+        # and small blocks that outlive them there keep all below from being used for the next.
+        self._read = memoryview(bytearray(_READ))
         self._fds: deque[int] = deque()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
@@ -142,8 +145,8 @@ class Channel(Generic[T]):
         messages: list[tuple[T, list[int]]] = []
         try:
             for _ in range(_READS):
-                data, ancillary, flags, _ = self._sock.recvmsg(
-                    _READ, socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
+                size, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [self._read], socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
                 )
                 for level, kind, blob in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -152,14 +155,14 @@ class Channel(Generic[T]):
                         self._fds.extend(got)
                 if flags & socket.MSG_CTRUNC:
                     raise ProtocolError("file descriptors were lost: too many in one message")
-                if data and self._refusal is not None:
+                if size and self._refusal is not None:
                     raise ProtocolError(self._refusal)
-                if not data:
+                if not size:
                     if messages:
                         return messages
                     self.close()
                     raise ChannelClosed
-                for payload, count in self._frames.feed(data):
+                for payload, count in self._frames.feed(self._read[:size]):
                     if count > len(self._fds):
                         raise ProtocolError(
                             f"a message announces {count} descriptors; {len(self._fds)} came"

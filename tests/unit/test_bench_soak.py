@@ -13,15 +13,16 @@ from tierd.cli.tables import print_whole
 MIB = 2**20
 
 
-def samples(count: int = 21, leak: float = 0.0) -> list[Sample]:
-    """A process that claims 100 MiB while it warms up, and loses so much with each backup."""
+def samples(count: int = 21, leak: float = 0.0, claims: int = 5) -> list[Sample]:
+    """A process that claims 20 MiB so many times, once a sample, and loses so much with each
+    backup."""
     return [
         Sample(
             at_s=10.0 * n,
             backups=1000 * n,
             lookups=0,
             values={
-                ("control", "anonymous"): 50 * MIB + min(n, 5) * 20 * MIB + leak * 1000 * n,
+                ("control", "anonymous"): 50 * MIB + min(n, claims) * 20 * MIB + leak * 1000 * n,
                 ("control", "descriptors"): 30.0,
                 **({("copier", "threads"): 5.0} if n != 12 else {}),
             },
@@ -33,12 +34,19 @@ def samples(count: int = 21, leak: float = 0.0) -> list[Sample]:
 def test_what_a_process_claims_while_it_warms_up_is_no_growth() -> None:
     memory, descriptors = trends(samples())
     assert (memory.first, memory.last, memory.per_million) == (150.0, 150.0, 0.0)
-    assert descriptors == Trend("control", "descriptors", 30.0, 30.0, 30.0, 0.0, 0.0)
+    assert descriptors == Trend("control", "descriptors", 30.0, 30.0, 30.0, 0.0, 0.0, 0.0)
+
+
+def test_what_has_filled_up_is_no_growth_in_the_last_third() -> None:
+    memory, _ = trends(samples(claims=12))
+    assert memory.per_million > 1000
+    assert memory.per_million_lately == 0.0
 
 
 def test_what_each_backup_leaves_behind_is_the_slope() -> None:
     memory, _ = trends(samples(leak=100.0))
     assert memory.per_million == pytest.approx(100e6 / MIB)
+    assert memory.per_million_lately == pytest.approx(100e6 / MIB)
     assert memory.per_hour == pytest.approx(100 * 1000 * 360 / MIB)
     assert memory.largest == memory.last > memory.first
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -107,6 +108,21 @@ def test_messages_and_their_descriptors_arrive_whole_and_in_order(
     assert got == expected
     writer.close()
     reader.close()
+
+
+def test_to_read_a_small_message_takes_little_memory(ends: Ends) -> None:
+    """What is taken large and given back small, for each message, makes a heap grow."""
+    writer, reader = ends
+    writer.send(note(1))
+    assert len(reader.receive()) == 1  # what the first one imports and keeps
+    writer.send(note(2))
+    tracemalloc.start()
+    try:
+        assert len(reader.receive()) == 1
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 64 << 10
 
 
 def test_as_many_descriptors_as_a_message_may_have(ends: Ends) -> None:

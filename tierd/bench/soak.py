@@ -15,6 +15,8 @@ from rich.table import Table
 Floats = npt.NDArray[np.float64]
 WARM_UP = 0.3
 """The part of a run that is left out: memory is claimed and caches fill until then."""
+LATELY = 2 / 3
+"""Where the last part of a run begins: what has come to its end by then has no slope there."""
 UNITS = dict.fromkeys(("resident", "anonymous", "shared", "GPU memory", "host memory"), "MiB")
 """Of what is not a plain count."""
 
@@ -43,6 +45,8 @@ class Trend:
     largest: float
     per_million: float
     """Slope of the least-squares line, for a million backups."""
+    per_million_lately: float
+    """The same over the last third of the run alone."""
     per_hour: float
 
 
@@ -72,10 +76,11 @@ def look(pid: int) -> dict[str, float]:
 def trends(samples: Sequence[Sample]) -> list[Trend]:
     """One for each value that all samples after the warm-up have, in the order of the first.
 
-    Raises: ValueError: fewer than three samples are left after the warm-up.
+    Raises: ValueError: fewer than three samples are left after the warm-up, or two in the last
+        third.
     """
-    warm = list(_after_warm_up(samples))
-    if len(warm) < 3:
+    warm, late = (list(_from(samples, part)) for part in (WARM_UP, LATELY))
+    if len(warm) < 3 or len(late) < 2:
         raise ValueError(f"{len(samples)} samples are too few for a slope; run it for longer")
     millions = np.array([sample.backups for sample in warm]) / 1e6
     hours = np.array([sample.at_s for sample in warm]) / 3600
@@ -94,6 +99,7 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
                 float(values[-1]),
                 float(values.max()),
                 _slope(millions, values),
+                _slope(millions[-len(late) :], values[-len(late) :]),
                 _slope(hours, values),
             )
         )
@@ -105,8 +111,8 @@ def as_table(found: Sequence[Trend]) -> Table:
     table = Table(box=box.MARKDOWN)
     table.add_column("process", no_wrap=True)
     table.add_column("what", no_wrap=True)
-    titles = ("after warm-up", "at the end", "largest", "a million backups", "an hour")
-    for title in titles:
+    slopes = ("a million backups", "in the last third", "an hour")
+    for title in ("after warm-up", "at the end", "largest", *slopes):
         table.add_column(title, justify="right", no_wrap=True)
     last = ""
     for trend in found:
@@ -119,15 +125,17 @@ def as_table(found: Sequence[Trend]) -> Table:
             f"{trend.last:,.{digits}f}",
             f"{trend.largest:,.{digits}f}",
             f"{trend.per_million:+,.2f}",
+            f"{trend.per_million_lately:+,.2f}",
             f"{trend.per_hour:+,.2f}",
         )
         last = trend.whose
     return table
 
 
-def _after_warm_up(samples: Sequence[Sample]) -> Iterator[Sample]:
+def _from(samples: Sequence[Sample], part: float) -> Iterator[Sample]:
+    """Those after this part of the run."""
     if samples:
-        start = samples[0].at_s + WARM_UP * (samples[-1].at_s - samples[0].at_s)
+        start = samples[0].at_s + part * (samples[-1].at_s - samples[0].at_s)
         yield from (sample for sample in samples if sample.at_s >= start)
 
 

@@ -26,7 +26,8 @@ EPILOG = """
 One engine backs up, looks up and restores as fast as it is served, in a tier that is too small for
 it, and checks the pages that come back. Meanwhile the memory, descriptors and threads of every
 process are looked at; the first third of the run, in which memory is claimed, is left out. What
-grows has a slope that stays when the run gets longer.
+grows has a slope that stays when the run gets longer; what only fills up has none in the last
+third.
 
 Examples:
 

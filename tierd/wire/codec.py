@@ -180,7 +180,7 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[bytes, int]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[bytes, int]]:
         """Yields each complete frame: its payload, and how many descriptors belong to it.
 
         Raises: ProtocolError: as the class says.
