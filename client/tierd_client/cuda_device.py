@@ -123,7 +123,13 @@ class CudaDevice:
                     f"cannot pin the {len(memory)} bytes that the engine shares with tierd "
                     f"({error}); raise the limit on locked memory (ulimit -l unlimited)"
                 ) from error
-            self._words = int(_call(driver.cuMemHostGetDevicePointer, address, 0))
+            try:
+                words = int(_call(driver.cuMemHostGetDevicePointer, address, 0))
+            except CudaError:
+                # The memory is the caller's again, to unmap or to adopt once more.
+                _call(driver.cuMemHostUnregister, address)
+                raise
+        self._words = words
         self._segment, self._memory, self._host = segment, memory, address
 
     def write_page_numbers(

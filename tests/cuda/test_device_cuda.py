@@ -19,7 +19,7 @@ from tierd_client.device import Device, open_device
 from tierd_client.segment import SharedSegment, create_segment
 from tierd_client.watchdog import Watchdog
 
-from tierd.wire.errors import RefusedError
+from tierd.wire.errors import RefusedError, TierdError
 from tierd.wire.layout import RESTORE_ENTRIES, SegmentSpec
 
 pytestmark = [
@@ -144,7 +144,7 @@ def test_tensors_of_one_allocation_share_one_handle(device: Device) -> None:
 
 EXPANDABLE = """
 import torch
-from tierd.wire.errors import RefusedError
+from tierd.wire.errors import RefusedError, TierdError
 from tierd_client.device import open_device
 tensor = torch.zeros(1 << 20, device="cuda")
 try:
@@ -263,6 +263,21 @@ def test_a_segment_can_be_adopted_from_a_thread_that_never_used_cuda(
     thread.start()
     thread.join()
     assert failures == []
+
+
+def test_a_segment_that_could_not_be_adopted_is_pinned_no_longer(
+    segment: SharedSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuda.bindings import driver  # where CUDA is; this file is collected everywhere
+
+    device = open_device([torch.zeros(1, device="cuda")], rank=0)
+    with monkeypatch.context() as patch:
+        failed = driver.CUresult.CUDA_ERROR_INVALID_VALUE, None
+        patch.setattr(driver, "cuMemHostGetDevicePointer", lambda *_: failed)
+        with pytest.raises(TierdError, match="CUDA_ERROR_INVALID_VALUE"):
+            device.adopt_segment(segment.memory, segment.fields)
+    device.adopt_segment(segment.memory, segment.fields)  # or it would be registered already
+    device.release_segment()
 
 
 def test_the_watchdog_frees_a_thread_that_sits_in_a_synchronising_call(
