@@ -42,7 +42,7 @@ def largest() -> Register:
             row_bytes=limits.MAX_BYTES,
             layer=limits.MAX_BUFFERS - 1,
         )
-    ] * limits.MAX_BUFFERS
+    ] * (limits.MAX_BUFFERS_OF_RANK // limits.MAX_POOLS)
     return Register(
         protocol=PROTOCOL_VERSION,
         software=wide * limits.MAX_NAME,

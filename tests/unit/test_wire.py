@@ -361,6 +361,14 @@ def test_what_a_rank_may_register_fits_into_all_that_is_made_of_it() -> None:
     assert len(read_namespace_record(record, namespace_digest(*facts)).pools) == limits.MAX_POOLS
 
 
+def test_a_rank_with_more_buffers_than_it_may_have_is_told_how_many() -> None:
+    first, *others = largest().pools
+    first = msgspec.structs.replace(first, buffers=[*first.buffers, first.buffers[0]])
+    more = msgspec.structs.replace(largest(), pools=[first, *others])
+    with pytest.raises(ProtocolError, match="have 8193 buffers; a rank has 8192 at most"):
+        codec.FROM_LIFELINE.decode(codec.encode(more))
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -87,7 +87,8 @@ class Members:
                 pools=info.pools,
                 leases=Leases(lease_s=self._state.deadlines.lease_s, max_share=LEASE_SHARE),
             )
-        group.check_member(info)
+        else:
+            group.check_member(info)
         group.check_epoch(info.epoch)
         self._check_copier(copier, info)
         memory, segment = map_segment(fds[0])

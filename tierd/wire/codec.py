@@ -120,6 +120,11 @@ def check_blobs(message: object) -> None:
         names = [pool.name for pool in message.pools]
         if len(set(names)) != len(names):
             raise ProtocolError(f"`pools` names one pool twice: {names}")
+        buffers = sum(len(pool.buffers) for pool in message.pools)
+        if buffers > limits.MAX_BUFFERS_OF_RANK:
+            raise ProtocolError(
+                f"`pools` have {buffers} buffers; a rank has {limits.MAX_BUFFERS_OF_RANK} at most"
+            )
 
 
 def _check_columns(message: messages.Flush) -> None:

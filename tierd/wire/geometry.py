@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Annotated, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,6 @@ from tierd.wire import layout, limits
 from tierd.wire.errors import ProtocolError
 from tierd.wire.messages import (
     Allocation,
-    BufferSpec,
     ChunkLayout,
     HostPool,
     Name,
@@ -120,71 +119,75 @@ def check_pools(allocations: Sequence[Allocation], pools: Sequence[PoolSpec]) ->
 
     Raises: ProtocolError: naming the pool, the buffer and the field.
     """
-    for pool in pools:
+    sizes = [allocation.size for allocation in allocations]
+    # One loop, and no object but a tuple for each buffer: there may be very many.
+    extents: list[list[_Extent]] = [[] for _ in sizes]
+    for index, pool in enumerate(pools):
+        last = pool.num_pages - 1
         for number, buffer in enumerate(pool.buffers):
-            where = f"pool {pool.name!r}, buffer {number}"
-            if buffer.allocation >= len(allocations):
+            allocation, start, row_bytes = buffer.allocation, buffer.offset, buffer.row_bytes
+            if allocation >= len(sizes):
                 raise ProtocolError(
-                    f"{where}: `allocation` {buffer.allocation}; there are {len(allocations)}"
+                    f"{_name(pools, index, number)}: `allocation` {allocation}; there are "
+                    f"{len(sizes)}"
                 )
-            if buffer.page_stride < buffer.row_bytes:
+            if buffer.page_stride < row_bytes:
                 raise ProtocolError(
-                    f"{where}: `page_stride` {buffer.page_stride} is under its `row_bytes` "
-                    f"{buffer.row_bytes}: pages would overlap"
+                    f"{_name(pools, index, number)}: `page_stride` {buffer.page_stride} is under "
+                    f"its `row_bytes` {row_bytes}: pages would overlap"
                 )
-            size = allocations[buffer.allocation].size
-            end = buffer.offset + (pool.num_pages - 1) * buffer.page_stride + buffer.row_bytes
-            if end > size:
+            end = start + last * buffer.page_stride + row_bytes
+            if end > sizes[allocation]:
                 raise ProtocolError(
-                    f"{where}: its last page ends at byte {end} of an allocation of {size}"
+                    f"{_name(pools, index, number)}: its last page ends at byte {end} of an "
+                    f"allocation of {sizes[allocation]}"
                 )
-    _check_overlap(pools)
+            extents[allocation].append((start, end, index, number))
+    for some in extents:
+        _check_overlap(pools, some)
 
 
-def _check_overlap(pools: Sequence[PoolSpec]) -> None:
-    """Refuse buffers that share a byte, within a pool or between two.
+_Extent = tuple[int, int, int, int]
+"""The first byte of a buffer and the one past its last; its pool and its number there."""
+
+
+def _name(pools: Sequence[PoolSpec], index: int, number: int) -> str:
+    return f"pool {pools[index].name!r}, buffer {number}"
+
+
+def _check_overlap(pools: Sequence[PoolSpec], extents: list[_Extent]) -> None:
+    """Refuse buffers of one allocation that share a byte, within a pool or between two.
 
     Buffers whose extents cross must have one stride, and then rows that keep apart in it: the
     rows of a page side by side. That also refuses a few strange arrangements that share none.
     """
-    by_allocation: dict[int, list[_Extent]] = {}
-    for pool in pools:
-        for number, buffer in enumerate(pool.buffers):
-            end = buffer.offset + (pool.num_pages - 1) * buffer.page_stride + buffer.row_bytes
-            extent = _Extent(buffer.offset, end, buffer, f"pool {pool.name!r}, buffer {number}")
-            by_allocation.setdefault(buffer.allocation, []).append(extent)
-    for extents in by_allocation.values():
-        extents.sort(key=lambda extent: extent.start)
-        group: list[_Extent] = []
-        group_end = 0
-        for extent in extents:
-            if extent.start >= group_end:
-                _check_interleaved(group)
-                group = []
-            group.append(extent)
-            group_end = max(group_end, extent.end)
-        _check_interleaved(group)
+    extents.sort()
+    first = group_end = 0
+    for at, (start, end, _, _) in enumerate(extents):
+        if start >= group_end:
+            if at - first > 1:
+                _check_interleaved(pools, extents[first:at])
+            first, group_end = at, end
+        elif end > group_end:
+            group_end = end
+    if len(extents) - first > 1:
+        _check_interleaved(pools, extents[first:])
 
 
-class _Extent(NamedTuple):
-    """From the first to past the last byte of a buffer."""
-
-    start: int
-    end: int
-    buffer: BufferSpec
-    where: str
-
-
-def _check_interleaved(group: Sequence[_Extent]) -> None:
+def _check_interleaved(pools: Sequence[PoolSpec], group: Sequence[_Extent]) -> None:
     """Refuse buffers with crossing extents unless their rows keep apart in one common stride."""
-    if len(group) < 2:
-        return
-    stride = group[0].buffer.page_stride
-    ordered = sorted(group, key=lambda extent: extent.start % stride)
-    for extent, follower in zip(ordered, ordered[1:] + ordered[:1], strict=True):
-        gap = (follower.start - extent.start) % stride
-        if extent.buffer.page_stride != stride or not gap or extent.buffer.row_bytes > gap:
-            raise ProtocolError(f"{extent.where} and {follower.where}: their pages overlap")
+    _, _, index, number = group[0]
+    stride = pools[index].buffers[number].page_stride
+    # A page's rows as they follow each other, and the next page's first.
+    rows = sorted((start % stride, index, number) for start, _, index, number in group)
+    rows.append((rows[0][0] + stride, *rows[0][1:]))
+    for (start, index, number), (following, *follower) in pairwise(rows):
+        buffer = pools[index].buffers[number]
+        gap = following - start
+        if buffer.page_stride != stride or buffer.row_bytes > gap:
+            raise ProtocolError(
+                f"{_name(pools, index, number)} and {_name(pools, *follower)}: their pages overlap"
+            )
 
 
 def geometry_of(

@@ -19,6 +19,9 @@ MAX_NAME = 256
 MAX_WORLD_SIZE = 64
 MAX_POOLS = 32
 MAX_BUFFERS = 4096
+MAX_BUFFERS_OF_RANK = 2 * MAX_BUFFERS
+"""In all its pools together: control and a copier each take a rank in at one go, in some 3
+microseconds a buffer. A model of a hundred layers with scales and a draft has about 500."""
 MAX_ALLOCATIONS = 4096
 MAX_BYTES = 1 << 62
 MAX_PAGES_PER_MESSAGE = MAX_MESSAGE_BYTES // KEY_BYTES
