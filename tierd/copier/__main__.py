@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import closing
 
 from tierd.channel import Channel
 from tierd.copier.backend import Backend, BackendError, DeviceLostError
@@ -17,6 +18,7 @@ from tierd.memory.placement import PIN_THREADS
 from tierd.wire import codec
 from tierd.wire.errors import ProtocolError
 from tierd.wire.limits import READY_TIMEOUT_S
+from tierd.wire.messages import ToCopier
 
 FAILED_TO_START, NONSENSE, DEVICE_LOST = 2, 3, 4
 """Exit codes; 0 is an orderly end."""
@@ -53,7 +55,11 @@ def main() -> int:
     # Ctrl-C reaches the whole process group; control ends its copiers itself, through the channel.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=options.channel_fd), codec.TO_COPIER)
+    with closing(Channel(socket.socket(fileno=options.channel_fd), codec.TO_COPIER)) as channel:
+        return _serve(channel, options)
+
+
+def _serve(channel: Channel[ToCopier], options: argparse.Namespace) -> int:
     try:
         backend = open_backend(options.device)
         worker = Worker(
