@@ -322,10 +322,11 @@ class TierClient:
         if not self.connected:
             self._outbox.fail()
             return
-        self._receive()
-        if self._outbox.oldest_s(now) > self._ack_timeout_s:
-            self._lost(f"no ack for {self._ack_timeout_s:.0f} s")
-            return
+        if self._outbox.awaits_answers:
+            self._receive()
+            if self._outbox.oldest_s(now) > self._ack_timeout_s:
+                self._lost(f"no ack for {self._ack_timeout_s:.0f} s")
+                return
         for batch in self._outbox.batches():
             self._send_flush(batch, now)
 
@@ -337,8 +338,8 @@ class TierClient:
         shed, nodes = batch.split(room)
         layout = self._pools.lay_out(nodes.parts, ring.head)
         keys, first = shared_keys(nodes.parts, nodes.counts)
-        if layout.slots:
-            self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
+        if layout.runs:
+            self._device.write_page_numbers("backup", ring.head, layout.runs)
         if nodes.seqs:  # tombstones alone must use up no ready words
             self._device.mark_ready(self._tickets.take())
         rows = nodes.with_tombstones(shed)
@@ -380,7 +381,7 @@ class TierClient:
         layout = self._pools.lay_out(given, ring.head)
         count = layout.end - ring.head
         if count:
-            self._device.write_page_numbers("backup", ring.head, layout.slots, layout.page_tokens)
+            self._device.write_page_numbers("backup", ring.head, layout.runs)
             self._device.mark_ready(self._tickets.take())
         message = messages.Supply(
             epoch=self._epoch,

@@ -18,7 +18,14 @@ import torch
 from tierd.wire.errors import RefusedError, TierdError
 from tierd.wire.layout import Segment
 from tierd.wire.messages import Allocation
-from tierd_client.device import Exports, Ring, page_numbers, ring_pieces, store_page_numbers
+from tierd_client.device import (
+    Exports,
+    Ring,
+    SlotRun,
+    page_numbers,
+    ring_pieces,
+    store_page_numbers,
+)
 
 try:
     from cuda.bindings import driver
@@ -114,8 +121,8 @@ class CudaDevice:
             for dtype in (torch.int64, torch.int32):
                 slots = torch.zeros(128, dtype=dtype, device=f"cuda:{self._index}")
                 for tokens in (1, 64):
-                    list(page_numbers([slots], [tokens], 256))
-                    list(page_numbers([slots, slots[:64]], [tokens] * 2, 256))
+                    page_numbers([SlotRun(tokens, [slots])], 256)
+                    page_numbers([SlotRun(tokens, [slots, slots[:64]])], 256)
             try:
                 _call(driver.cuMemHostRegister, address, len(memory), flags)
             except CudaError as error:
@@ -132,32 +139,27 @@ class CudaDevice:
         self._words = words
         self._segment, self._memory, self._host = segment, memory, address
 
-    def write_page_numbers(
-        self,
-        ring: Ring,
-        position: int,
-        slots: Sequence[torch.Tensor],
-        page_tokens: Sequence[int],
-    ) -> int:
+    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
         segment = self._adopted()
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
         start = self._host + segment.offsets["backup_ring" if ring == "backup" else "restore_ring"]
         stream = self._stream()
         end = position
-        for numbers in page_numbers(slots, page_tokens, len(target)):
+        for numbers in page_numbers(runs, len(target)):
+            pages = numbers.numel()
             if numbers.is_cuda:
                 # `numbers` was allocated on the current stream, which copies it: when the caching
                 # allocator gives its memory to somebody else on this stream, the copy has run.
                 source = numbers.data_ptr()
                 # The driver's call, not Tensor.copy_: torch knows only its own pinned memory as
                 # pinned, and would wait for the copy.
-                for at, first, count in ring_pieces(end, len(numbers), len(target)):
+                for at, first, count in ring_pieces(end, pages, len(target)):
                     place, piece = start + at * 8, source + first * 8
                     _call(driver.cuMemcpyDtoHAsync, place, piece, count * 8, stream)
             else:
                 # In place before the call that marks them ready can be made.
                 store_page_numbers(target, end, numbers)
-            end += len(numbers)
+            end += pages
         return end - position
 
     def mark_ready(self, ticket: int) -> None:
@@ -191,13 +193,15 @@ class CudaDevice:
 
     def _stream(self) -> int:
         """The current stream's handle."""
-        if torch.cuda.current_device() != self._index:
+        # As `torch.cuda.current_device` and `current_stream` do, without what they look after first
+        # and without an object.
+        current = torch._C._cuda_getDevice()
+        if current != self._index:
             # The default stream's handle is 0 on every GPU: a word would be ordered by another's.
             raise RuntimeError(
-                f"the current CUDA device is {torch.cuda.current_device()}; this rank's KV lies on "
+                f"the current CUDA device is {current}; this rank's KV lies on "
                 f"{self._index}: call torch.cuda.set_device({self._index}) on this thread"
             )
-        # As `torch.cuda.current_stream` does, without an object for it.
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     @contextlib.contextmanager

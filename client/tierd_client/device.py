@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import floordiv, mod
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +21,19 @@ from tierd.wire.layout import Segment
 from tierd.wire.messages import Allocation
 
 Ring = Literal["backup", "restore"]
+
+
+class SlotRun(NamedTuple):
+    """Token slots of pages of one size: what is made into page numbers at once.
+
+    Attributes:
+        page_tokens: Tokens of a page.
+        slots: Whole pages in page order. Each: shape (pages * page_tokens,), int64 or int32; all on
+            the rank's device, or all on the CPU.
+    """
+
+    page_tokens: int
+    slots: Sequence[torch.Tensor]
 
 
 @dataclass
@@ -66,26 +77,15 @@ class Device(Protocol):
         Raises: RefusedError: it cannot be registered with the GPU; says what to change.
         """
 
-    def write_page_numbers(
-        self,
-        ring: Ring,
-        position: int,
-        slots: Sequence[torch.Tensor],
-        page_tokens: Sequence[int],
-    ) -> int:
+    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
         """Put page numbers into a ring, in order, from absolute `position` on.
 
-        Asynchronous: they are there when the current stream has got so far.
-
-        Args:
-            slots: Token slots, whole pages in page order. Each: shape (pages * page_tokens[i],),
-                int64 or int32; all on the rank's device, or all on the CPU.
-            page_tokens: Tokens of a page of each. Neighbours of one page size are written by one
-                copy (two around the end of the ring), so a caller puts them side by side.
+        Asynchronous: they are there when the current stream has got so far. A run takes one copy,
+        two around the end of the ring.
 
         Returns: how many page numbers were written.
-        Raises: ValueError: more than the ring holds, or a page that is not whole; nothing has
-            been written then.
+        Raises: ValueError: more than the ring holds, or a run of pages that are not whole; nothing
+            has been written then.
         """
 
     def mark_ready(self, ticket: int) -> None:
@@ -135,33 +135,31 @@ def open_device(
     raise RefusedError(f"KV buffers on a {device.type!r} device; tierd serves CUDA and CPU tensors")
 
 
-def page_numbers(
-    slots: Sequence[torch.Tensor], page_tokens: Sequence[int], ring_size: int
-) -> Iterator[torch.Tensor]:
-    """The page that each run of `page_tokens[i]` slots of `slots[i]` lies in, in order.
+def page_numbers(runs: Sequence[SlotRun], ring_size: int) -> list[torch.Tensor]:
+    """The pages that slots lie in, in order: a tensor a run.
 
-    Yields one tensor for neighbours of one page size, made by three torch operations whatever
-    their number: each operation costs microseconds on the scheduler thread. Each: shape
-    (pages,), int64, on the slots' device; a copy, on the current stream.
+    Made by three torch operations a run, however many its tensors are: each operation costs
+    microseconds on the scheduler thread. Each: shape (pages,), int64, on the slots' device; a
+    copy, on the current stream.
 
-    Raises: ValueError: more page numbers than the ring holds, or a page that is not whole.
+    Raises: ValueError: more page numbers than the ring holds, or a run of pages that are not
+        whole. Of two tensors that make up for each other it knows nothing.
     """
-    lengths = list(map(torch.Tensor.numel, slots))
-    if any(map(mod, lengths, page_tokens)):
-        misfits = [(n, t) for n, t in zip(lengths, page_tokens, strict=True) if n % t]
-        raise ValueError("{} slots are not whole pages of {} tokens".format(*misfits[0]))
-    pages = sum(map(floordiv, lengths, page_tokens))
-    if pages > ring_size:
-        raise ValueError(f"{pages} page numbers; the ring holds {ring_size}")
-    first = 0
-    for tokens, run in groupby(page_tokens):
-        end = first + len(list(run))
-        # Of whole pages, the first slots stay `tokens` apart when joined.
-        numbers = torch.cat(slots[first:end])
+    made: list[torch.Tensor] = []
+    room = ring_size
+    for tokens, slots in runs:
+        numbers = torch.cat(slots)
+        count = numbers.numel()
+        if count % tokens:
+            raise ValueError(f"{count} slots are not whole pages of {tokens} tokens")
+        room -= count // tokens
         if tokens > 1:
+            # Of whole pages, the first slots stay `tokens` apart when joined.
             numbers = numbers[::tokens] // tokens
-        yield numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64)
-        first = end
+        made.append(numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64))
+    if room < 0:
+        raise ValueError(f"{ring_size - room} page numbers; the ring holds {ring_size}")
+    return made
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:

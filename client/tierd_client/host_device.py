@@ -12,7 +12,7 @@ import torch
 from tierd.wire.errors import RefusedError
 from tierd.wire.layout import TICKETS, Segment
 from tierd.wire.messages import Allocation
-from tierd_client.device import Exports, Ring, page_numbers, store_page_numbers
+from tierd_client.device import Exports, Ring, SlotRun, page_numbers, store_page_numbers
 
 _SPINS = 200
 """Looks at a layer word before sleeping: a layer of a small pool lands within this time."""
@@ -60,17 +60,11 @@ class HostDevice:
     def adopt_segment(self, memory: mmap.mmap, segment: Segment) -> None:
         self._segment = segment
 
-    def write_page_numbers(
-        self,
-        ring: Ring,
-        position: int,
-        slots: Sequence[torch.Tensor],
-        page_tokens: Sequence[int],
-    ) -> int:
+    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
         segment = self._adopted()
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
         end = position
-        for numbers in page_numbers(slots, page_tokens, len(target)):
+        for numbers in page_numbers(runs, len(target)):
             store_page_numbers(target, end, numbers)
             end += len(numbers)
         return end - position

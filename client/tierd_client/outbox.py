@@ -188,6 +188,12 @@ class Outbox:
         """The oldest ticket whose ready words may still be looked at; none if nothing waits."""
         return (self._sent[0].ticket,) if self._sent else ()
 
+    @property
+    def awaits_answers(self) -> bool:
+        """Has a message been sent whose acks are not all here? If not, the daemon has nothing to
+        say of backups."""
+        return bool(self._sent)
+
     def oldest_s(self, now: float) -> float:
         """How long the oldest message has waited for its acks."""
         return now - self._sent[0].at if self._sent else 0.0

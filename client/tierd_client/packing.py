@@ -7,7 +7,7 @@ schedules it: what is done for all of them in one call costs a fraction of a cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, islice
+from itertools import accumulate, compress, groupby, islice
 from operator import mul
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from tierd.wire import messages
 from tierd.wire.limits import KEY_BYTES
+from tierd_client.device import SlotRun
 from tierd_client.pools import PageKeys, PoolPages, join_keys
 
 
@@ -39,13 +40,12 @@ class Layout(NamedTuple):
 
     Attributes:
         ring: By part, the position of its first page number.
-        slots, page_tokens: Token slots in the order of the ring, and the size of their pages.
+        runs: Token slots in the order of the ring.
         end: The ring position after the last page number.
     """
 
     ring: list[int]
-    slots: list[torch.Tensor]
-    page_tokens: list[int]
+    runs: list[SlotRun]
     end: int
 
 
@@ -107,14 +107,16 @@ class Pools:
         pools, _, slots, pages = parts
         if self._one_size:
             *ring, end = accumulate(pages, initial=start)
-            return Layout(ring, slots, [self._one_size] * len(slots), end)
+            return Layout(ring, [SlotRun(self._one_size, slots)] if slots else [], end)
         sizes = [self._page_tokens[pool] for pool in pools]
         order = sorted(range(len(sizes)), key=sizes.__getitem__)
         ring, end = [0] * len(order), start
         for i in order:
             ring[i] = end
             end += pages[i]
-        return Layout(ring, [slots[i] for i in order], [sizes[i] for i in order], end)
+        by_size = groupby(order, sizes.__getitem__)
+        runs = [SlotRun(size, [slots[i] for i in those]) for size, those in by_size]
+        return Layout(ring, runs, end)
 
     def _refuse(
         self,

@@ -121,7 +121,7 @@ class Restores:
             self._segment.release(entry)
             return FailedRestore()
         # After the message: it is on its way while the device gets its work.
-        self._device.write_page_numbers("restore", ring.head, layout.slots, layout.page_tokens)
+        self._device.write_page_numbers("restore", ring.head, layout.runs)
         self._device.mark_ready(ticket)
         ring.head = layout.end
         connection = self._link.connection

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tierd_client.device import Device, open_device
+from tierd_client.device import Device, SlotRun, open_device
 from tierd_client.segment import SharedSegment, create_segment
 from tierd_client.watchdog import Watchdog
 
@@ -180,9 +180,10 @@ def test_a_flush_never_waits_for_the_gpu(
 ) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        slots = [torch.arange(0, 64, device="cuda"), torch.tensor([7, 9], device="cuda")]
+        wide = SlotRun(16, [torch.arange(0, 64, device="cuda")])
+        runs = [wide, SlotRun(1, [torch.tensor([7, 9], device="cuda")])]
         # A first flush allocates, and CUDA lets streams wait for each other then.
-        device.write_page_numbers("backup", 100, slots, [16, 1])
+        device.write_page_numbers("backup", 100, runs)
     stream.synchronize()
     segment.fields.backup_ring[:] = 0
     torch.cuda.set_sync_debug_mode("error")
@@ -190,7 +191,7 @@ def test_a_flush_never_waits_for_the_gpu(
         with torch.cuda.stream(stream):
             close_gate(device, segment)
             # Returns although the stream cannot move, also around the end of the ring.
-            assert device.write_page_numbers("backup", 1022, slots, [16, 1]) == 6
+            assert device.write_page_numbers("backup", 1022, runs) == 6
             device.mark_ready(5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -221,7 +222,7 @@ def test_the_kv_is_ready_when_the_forward_stream_says_so(
 def test_page_numbers_in_cpu_memory_are_written_at_once(
     device: Device, segment: SharedSegment
 ) -> None:
-    assert device.write_page_numbers("restore", 3, [torch.arange(32, 64)], [16]) == 2
+    assert device.write_page_numbers("restore", 3, [SlotRun(16, [torch.arange(32, 64)])]) == 2
     assert segment.fields.restore_ring[3:5].tolist() == [2, 3]
 
 

@@ -14,7 +14,7 @@ import torch
 from descriptors import open_descriptors, opened_since
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.device import open_device, page_numbers, ring_pieces
+from tierd_client.device import SlotRun, open_device, page_numbers, ring_pieces
 from tierd_client.host_device import HostDevice, reached
 from tierd_client.segment import SharedSegment, create_segment
 
@@ -152,22 +152,23 @@ def test_token_slots_become_the_pages_that_they_lie_in(pools: list[tuple[list[in
         torch.tensor([page * n + token for page in pages for token in range(n)], dtype=torch.int64)
         for pages, n in pools
     ]
-    runs = list(page_numbers(slots, [n for _, n in pools], 30))
+    given = [SlotRun(n, [tensor]) for tensor, (_, n) in zip(slots, pools, strict=True)]
+    runs = page_numbers(given, 30)
     assert all(run.dtype == torch.int64 for run in runs)
     assert torch.cat(runs).tolist() == [page for pages, _ in pools for page in pages]
 
 
-def test_neighbours_of_one_page_size_become_one_tensor() -> None:
-    slots = [torch.arange(8), torch.arange(16, 20), torch.tensor([5]), torch.tensor([6])]
-    runs = [run.tolist() for run in page_numbers(slots, [4, 4, 1, 1], 5)]
-    assert runs == [[0, 1, 4], [5, 6]]
+def test_the_slots_of_a_run_become_one_tensor() -> None:
+    wide = SlotRun(4, [torch.arange(8), torch.arange(16, 20)])
+    single = SlotRun(1, [torch.tensor([5]), torch.tensor([6])])
+    assert [run.tolist() for run in page_numbers([wide, single], 5)] == [[0, 1, 4], [5, 6]]
 
 
 def test_the_slots_themselves_are_left_alone() -> None:
     one_token, int32 = torch.tensor([6, 7]), torch.arange(8, 16, dtype=torch.int32)
-    (pages,) = page_numbers([one_token], [1], 8)
+    (pages,) = page_numbers([SlotRun(1, [one_token])], 8)
     pages += 1
-    (pages,) = page_numbers([int32], [4], 8)
+    (pages,) = page_numbers([SlotRun(4, [int32])], 8)
     assert (pages.tolist(), pages.dtype) == ([2, 3], torch.int64)
     assert one_token.tolist() == [6, 7]
     assert int32.tolist() == list(range(8, 16))
@@ -187,14 +188,16 @@ def test_ring_pieces_cover_each_element_once_and_in_order(
 def test_page_numbers_wrap_around_the_end_of_each_ring(
     device: HostDevice, segment: SharedSegment
 ) -> None:
-    assert device.write_page_numbers("backup", 14, [torch.arange(64, 96)], [8]) == 4
+    assert device.write_page_numbers("backup", 14, [SlotRun(8, [torch.arange(64, 96)])]) == 4
     assert segment.fields.backup_ring[[14, 15, 0, 1]].tolist() == [8, 9, 10, 11]
-    assert device.write_page_numbers("restore", 7, [torch.tensor([3, 4])], [1]) == 2
+    assert device.write_page_numbers("restore", 7, [SlotRun(1, [torch.tensor([3, 4])])]) == 2
     assert segment.fields.restore_ring[[7, 0]].tolist() == [3, 4]
+    too_many = [SlotRun(1, [torch.arange(15)]), SlotRun(2, [torch.arange(4)])]
     with pytest.raises(ValueError, match="17 page numbers; the ring holds 16"):
-        device.write_page_numbers("backup", 0, [torch.arange(15), torch.arange(4)], [1, 2])
+        device.write_page_numbers("backup", 0, too_many)
+    not_whole = [SlotRun(1, [torch.arange(4)]), SlotRun(4, [torch.arange(6)])]
     with pytest.raises(ValueError, match="6 slots are not whole pages of 4 tokens"):
-        device.write_page_numbers("backup", 0, [torch.arange(4), torch.arange(6)], [1, 4])
+        device.write_page_numbers("backup", 0, not_whole)
     assert np.count_nonzero(segment.fields.backup_ring) == 4, "nothing of it was written"
 
 

@@ -42,7 +42,7 @@ def test_every_part_names_its_own_page_numbers_and_keys(
     nodes = [{pool: n for pool, n in node.items() if pool in names} for node in nodes]
     parts = pools.parts_of(pages(pool, n) for node in nodes for pool, n in node.items())
     layout = pools.lay_out(parts, start)
-    ring = [int(n) for run in page_numbers(layout.slots, layout.page_tokens, 1 << 20) for n in run]
+    ring = [int(n) for run in page_numbers(layout.runs, 1 << 20) for n in run]
     assert len(ring) == layout.end - start
     blob, at = key_blob(parts), 0
     counts = [len(node) for node in nodes]
@@ -85,7 +85,7 @@ def split(keys: PageKeys) -> list[bytes]:
 def test_pages_of_one_size_take_one_run_however_many_nodes_they_belong_to() -> None:
     parts = POOLS.parts_of(pages(pool, [n]) for n in range(8) for pool in NAMES)
     layout = POOLS.lay_out(parts, 0)
-    assert len(list(page_numbers(layout.slots, layout.page_tokens, 64))) == 2
+    assert [(run.page_tokens, len(run.slots)) for run in layout.runs] == [(1, 8), (4, 16)]
 
 
 @pytest.mark.parametrize("numbers", [[], [7], [1, 2, 3], list(range(100))])
@@ -121,4 +121,4 @@ def test_what_does_not_fit_together_is_refused_by_its_pool(
 
 def test_no_parts_take_no_place() -> None:
     empty = POOLS.lay_out(Parts([], [], [], []), 17)
-    assert (empty.ring, empty.slots, empty.end) == ([], [], 17)
+    assert (empty.ring, empty.runs, empty.end) == ([], [], 17)

@@ -12,10 +12,12 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Annotated, Any
+from itertools import accumulate, islice
+from operator import attrgetter, itemgetter
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
@@ -38,6 +40,12 @@ log = logging.getLogger(__name__)
 _FAILED_HERE = -1
 """In place of its pages: an `offload()` that the client was not told of."""
 _NAMES: dict[Any, str] = {name: str(name.value) for name in PoolName}
+
+_Transfer: TypeAlias = tuple[str, Sequence[str], torch.Tensor]
+"""A pool's name, and the keys and token slots of its pages."""
+_FIELDS = attrgetter("name._value_", "keys", "device_indices")
+"""Of SGLang's `PoolTransfer`."""
+_KEYS = itemgetter(1)
 
 
 class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,7 +138,11 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._page_tokens = self.pools[PoolName.KV].page_tokens
         self.stats = LinkerStats()
         self.layer_done_counter = RestoreCounter(found.num_layers)
-        self._queued: list[Sequence[Any]] = []
+        # What `offload()` has been given since it was sent last: the number of transfers at each
+        # call, and what counts of each transfer. That is read while it is new: later in the step
+        # the processor's caches hold something else.
+        self._queued: list[int] = []
+        self._transfers: list[_Transfer] = []
         # The pages of each `offload()` whose result the tree waits for, in order.
         self._outstanding: deque[int] = deque()
         self._results: deque[bool] = deque()
@@ -164,7 +176,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
-        self._queued.append(transfers)
+        self._transfers += [*map(_FIELDS, transfers)]
+        self._queued.append(len(transfers))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -193,25 +206,19 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _send_queued(self) -> None:
         if not self._queued:
             return
-        queued, self._queued = self._queued, []
-        pages = [len(node[0].keys) for node in queued]
+        counts, self._queued = self._queued, []
+        transfers, self._transfers = self._transfers, []
+        pages = [len(transfers[i][1]) for i in accumulate(counts[:-1], initial=0)]
         self.stats.offered += sum(pages)
         if self._weights_are_stale:
-            self._outstanding.extend([_FAILED_HERE] * len(queued))
+            self._outstanding.extend([_FAILED_HERE] * len(counts))
             return
         origins = self._tree.origins(pages, self._page_tokens)
-        transfers = list(chain.from_iterable(queued))
-        keys = [transfer.keys for transfer in transfers]
-        if not all(keys):
-            queued = [[transfer for transfer in node if transfer.keys] for node in queued]
-            transfers = list(chain.from_iterable(queued))
-            keys = [transfer.keys for transfer in transfers]
-        parts = self.client.parts(
-            [_NAMES[transfer.name] for transfer in transfers],
-            keys,
-            [transfer.device_indices for transfer in transfers],
-        )
-        self.client.backup_nodes(parts, list(map(len, queued)), *origins)
+        if not all(map(_KEYS, transfers)):
+            counts, transfers = _with_pages(counts, transfers)
+        names, keys, slots = zip(*transfers, strict=True) if transfers else ((), (), ())
+        parts = self.client.parts(names, list(keys), list(slots))
+        self.client.backup_nodes(parts, counts, *origins)
         self._outstanding.extend(pages)
 
     def _supply(self, need: Need) -> None:
@@ -314,6 +321,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loads.clear()
         self.layer_done_counter.reset()
         self._queued.clear()
+        self._transfers.clear()
         self._outstanding.clear()
         self._results.clear()
         self.client.reset()
@@ -325,6 +333,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loads.clear()
         self.layer_done_counter.reset()
         self._queued.clear()
+        self._transfers.clear()
         self.client.close()
 
 
@@ -333,6 +342,12 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
         return msgspec.convert(dict(extra_config), LinkerConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"linker_extra_config: {error}") from None
+
+
+def _with_pages(counts: list[int], transfers: list[_Transfer]) -> tuple[list[int], list[_Transfer]]:
+    """Without the transfers that have no pages: how many are left of each call, and which."""
+    rest = map(bool, map(_KEYS, transfers))
+    return [sum(islice(rest, n)) for n in counts], [each for each in transfers if _KEYS(each)]
 
 
 def _kv_pages(prefix: Prefix) -> PoolPages:
