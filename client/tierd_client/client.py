@@ -354,7 +354,8 @@ class TierClient:
             pages=rows.parts.pages,
             ring=layout.ring,
             first=first,
-            keys=keys,
+            keys=b"" if isinstance(keys, str) else keys,
+            digits=keys if isinstance(keys, str) else "",
         )
         if self._link.send(message):
             self._outbox.sent(self._tickets.last, rows.seqs[-1], layout.end, now)

@@ -16,7 +16,7 @@ import torch
 from tierd.wire import messages
 from tierd.wire.limits import KEY_BYTES
 from tierd_client.device import SlotRun
-from tierd_client.pools import PageKeys, PoolPages, join_keys
+from tierd_client.pools import PageKeys, PoolPages, join_keys, keys_to_send
 
 
 class Parts(NamedTuple):
@@ -141,18 +141,19 @@ def key_blob(parts: Parts) -> bytes:
     return join_keys(parts.keys)
 
 
-def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes, list[int]]:
+def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes | str, list[int]]:
     """The keys of a step's nodes, of which node i has the next `counts[i]` parts.
 
     A part whose keys are the last ones of its node's first part, as those of a window are, shares
-    them: they are converted and sent once.
+    them: they are sent once.
 
-    Returns: the keys, and by part, which of them is its first; the others follow.
+    Returns: the keys, as digits if all of them are; and by part, which of them is its first. The
+        others follow.
     """
     _, keys, _, pages = parts
     if len(keys) == len(counts) and max(counts, default=0) <= 1:
         *first, _ = accumulate(pages, initial=0)
-        return join_keys(keys), first
+        return keys_to_send(keys), first
     runs: list[PageKeys] = []
     first, end, node = [], 0, 0
     for count in counts:
@@ -164,7 +165,7 @@ def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes, list[int]]:
                 first.append(end)
                 end += pages[part]
         node += count
-    return join_keys(runs), first
+    return keys_to_send(runs), first
 
 
 def _ends_with(keys: PageKeys, last: PageKeys) -> bool:

@@ -11,16 +11,19 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from tierd.wire.errors import RefusedError
-from tierd.wire.limits import KEY_BYTES
+from tierd.wire.limits import KEY_BYTES, MAX_PAGES_PER_MESSAGE
 from tierd.wire.messages import BufferSpec, PoolSpec
 
 PageKeys: TypeAlias = bytes | Sequence[str]
 """Keys of pages in chain order: of 32 bytes each, one after the other; or as many strings of 64
-hexadecimal digits, which become bytes only if they are sent, and then all of a step at once."""
+hexadecimal digits, which a flush leaves to the daemon to make bytes of."""
 
 
 LONG_RUN = 32
-"""Keys of a run on average, from which on runs are converted one by one."""
+"""Keys of a run on average, from which on runs are joined one by one: strings that lie all over
+memory are read twice, and are in the cache then."""
+MOST_DIGITS = MAX_PAGES_PER_MESSAGE // 4
+"""Keys that are sent as digits at most."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,19 @@ def join_keys(runs: Iterable[PageKeys]) -> bytes:
     if sum(map(len, runs)) < LONG_RUN * len(runs):
         # One conversion for all: of short runs, their number is what costs.
         return unhexlify("".join(chain.from_iterable(runs)))  # type: ignore[arg-type]
-    # Strings that lie all over memory are read twice: a run of them at a time is in the cache then.
     return b"".join([unhexlify("".join(run)) for run in runs])  # type: ignore[arg-type]
+
+
+def keys_to_send(runs: Iterable[PageKeys]) -> bytes | str:
+    """All these keys as a flush has them: digits stay digits, if all of them are and they are not
+    so many that only half of them would fit into a message."""
+    runs = list(runs)
+    keys = sum(map(len, runs))
+    if keys > MOST_DIGITS or bytes in set(map(type, runs)):
+        return join_keys(runs)
+    if keys < LONG_RUN * len(runs):
+        return "".join(chain.from_iterable(runs))  # type: ignore[arg-type]
+    return "".join(map("".join, runs))  # type: ignore[arg-type]
 
 
 def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:

@@ -211,7 +211,8 @@ class Sayings:
             keys += b"" if shed else names * len(parts)
             at += 2 * count
             rank.seq += 1
-        return messages.Flush(epoch="", ticket=TICKET, fence=0, keys=keys, **columns(rows))
+        named = rng.choice(({"keys": keys}, {"keys": b"", "digits": keys.hex()}))
+        return messages.Flush(epoch="", ticket=TICKET, fence=0, **named, **columns(rows))
 
     def lookup(self, rank: FuzzRank) -> messages.Message:
         rng = self._rng

@@ -360,6 +360,27 @@ def test_one_bad_backup_of_a_step_is_shed_and_the_others_are_kept(guest: Guest) 
     assert results == b"\1\0\1"
 
 
+@pytest.mark.parametrize("digit", ["x", "\u00e9", "\u0661"])
+def test_keys_whose_digits_are_none_are_refused(guest: Guest, digit: str) -> None:
+    guest.enter()
+    good = b"".join(keys("y", 2)).hex()
+    assert "not hexadecimal" in guest.error(guest.flush(1, 2, keys=b"", digits=good[:-1] + digit))
+    answer = guest.hear()
+    assert isinstance(answer, messages.Acks)
+    assert answer.results == b"\0"
+    assert guest.kept(guest.flush(1, 2, seq=1, keys=b"", digits=good))
+
+
+def test_digits_and_bytes_name_the_same_pages(guest: Guest) -> None:
+    guest.enter()
+    blob = b"".join(keys("z", 2))
+    assert guest.kept(guest.flush(1, 2, keys=b"", digits=blob.hex().upper()))
+    guest.say(raw(a_lookup(keys=blob)))
+    reply = guest.hear()
+    assert isinstance(reply, messages.LookupReply)
+    assert reply.lengths == [1, 2]
+
+
 def test_one_key_twice_in_a_backup_is_refused(guest: Guest) -> None:
     guest.enter()
     assert "one key twice" in guest.error(guest.flush(1, 2, keys=keys("x", 1)[0] * 2))

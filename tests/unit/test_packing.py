@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tierd_client.device import page_numbers
 from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
-from tierd_client.pools import PageKeys, PoolPages, join_keys, key_at
+from tierd_client.pools import MOST_DIGITS, PageKeys, PoolPages, join_keys, key_at, keys_to_send
 
 TOKENS = {"kv": 4, "swa": 4, "state": 1}
 NAMES = list(TOKENS)
@@ -72,7 +72,8 @@ def test_keys_of_a_window_are_those_of_the_prefix_and_sent_once(
     nodes = [[("kv", chain), ("swa", window), ("state", [39])], [("kv", window), ("swa", other)]]
     named = [pages(pool, list(numbers)) for node in nodes for pool, numbers in node]
     parts = POOLS.parts_of(part._replace(keys=as_keys(part.keys)) for part in named)
-    blob, first = shared_keys(parts, [3, 2])
+    sent, first = shared_keys(parts, [3, 2])
+    blob = bytes.fromhex(sent) if isinstance(sent, str) else sent
     assert blob == b"".join(map(key, [*chain, *window, *other]))
     assert first == [0, 38, 39, 40, 42]
 
@@ -93,6 +94,8 @@ def test_digits_and_bytes_are_the_same_keys(numbers: list[int]) -> None:
     blob = b"".join(map(key, numbers))
     digits: PageKeys = [key(n).hex() for n in numbers]
     assert join_keys([digits, digits]) == join_keys([digits, blob]) == blob + blob
+    assert keys_to_send([digits, digits]) == (blob + blob).hex()
+    assert keys_to_send([digits, blob]) == keys_to_send([blob, blob]) == blob + blob
     slots = torch.arange(4 * len(numbers))
     assert [POOLS.parts(["kv"], [keys], [slots]).pages for keys in (blob, digits)] == [
         [len(numbers)]
@@ -100,6 +103,12 @@ def test_digits_and_bytes_are_the_same_keys(numbers: list[int]) -> None:
     if numbers:
         assert key_at(blob, 0) == key_at(digits, 0) == key(numbers[0])
         assert key_at(blob, -1) == key_at(digits, -1) == key(numbers[-1])
+
+
+def test_digits_that_would_fill_a_message_are_sent_as_bytes() -> None:
+    run = [key(0).hex()] * MOST_DIGITS
+    assert isinstance(keys_to_send([run]), str)
+    assert keys_to_send([run, [key(1).hex()]]) == key(0) * MOST_DIGITS + key(1)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def fitting(struct: Any) -> Any:
             names = ("pools", "pages", "ring", "first")
             parts = {name: resized(getattr(struct, name), sum(counts), 0) for name in names}
             parts |= {name: [n % 3 for n in parts[name]] for name in ("pages", "first")}
-            return replace(struct, parts=counts, parents=parents, keys=4 * key, **parts)
+            blobs = {"keys": b"", "digits": 4 * key.hex()} if struct.digits else {"keys": 4 * key}
+            return replace(struct, parts=counts, parents=parents, **blobs, **parts)
         case Restore():
             pages = sum(part.pages for item in struct.items for part in item.parts)
             return replace(struct, keys=key * pages)
@@ -254,6 +255,9 @@ def test_the_unspoilt_ones_pass() -> None:
         (flush(first=[1]), "`first` and `pages` name key 2; `keys` has 2"),
         (flush(keys=KEY), "`first` and `pages` name key 1; `keys` has 1"),
         (flush(keys=KEY * 2 + b"k"), "`keys` has 65 bytes"),
+        (flush(keys=b"", digits="0" * 129), "`digits` has 129 characters"),
+        (flush(keys=b"", digits="0" * 64), "`first` and `pages` name key 1; `keys` has 1"),
+        (flush(digits="0" * 128), "one of them"),
         (flush(parents=[b"k" * 31, None]), "31 bytes in `parents`"),
         (flush(parents=[None, b"k" * 33]), "$.parents[1]"),
         (flush(parents=[None]), "`parents` has 1 rows; `seqs` names 2"),

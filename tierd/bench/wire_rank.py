@@ -132,7 +132,8 @@ class WireRank:
             pages=pages,
             ring=[self.sent + at for at in first],
             first=first,
-            keys=keys,
+            keys=b"",
+            digits=keys.hex(),  # which is what SGLang has
         )
         self._sizes += pages
         self.sent += sum(pages)

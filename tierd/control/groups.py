@@ -51,9 +51,10 @@ class Inbound:
         message = self.message
         if isinstance(message, Flush):
             rows = len(message.seqs) + len(message.pools)
+            keys = len(message.keys) + len(message.digits)
         else:
-            rows = len(message.parts)
-        return len(message.keys) + ROW_BYTES * (1 + rows)
+            rows, keys = len(message.parts), len(message.keys)
+        return keys + ROW_BYTES * (1 + rows)
 
 
 class Inbox:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -22,7 +23,9 @@ def flushed(
     Raises: ProtocolError: naming the field.
     """
     named = map(Part, message.pools[parts], message.pages[parts], message.ring[parts])
-    return _offer(session, message, seq, zip(named, message.first[parts], strict=True), parent)
+    keys = message.digits or message.keys
+    first = message.first[parts]
+    return _offer(session, message, keys, seq, zip(named, first, strict=True), parent)
 
 
 def supplied(session: Session, message: Supply) -> Offer:
@@ -31,12 +34,14 @@ def supplied(session: Session, message: Supply) -> Offer:
     Raises: ProtocolError: naming the field.
     """
     *first, _ = accumulate((part.pages for part in message.parts), initial=0)
-    return _offer(session, message, message.seq, zip(message.parts, first, strict=True), b"")
+    parts = zip(message.parts, first, strict=True)
+    return _offer(session, message, message.keys, message.seq, parts, b"")
 
 
 def _offer(
     session: Session,
     message: Flush | Supply,
+    keys: bytes | str,
     seq: int,
     parts: Iterable[tuple[Part, int]],
     parent: bytes | None,
@@ -46,9 +51,22 @@ def _offer(
     for part, first in parts:
         name = session.pool_name(part.pool)
         check_ring(part, session.segment.spec.backup_ring)
-        keys = Keys(message.keys[first * KEY_BYTES : (first + part.pages) * KEY_BYTES])
-        offered.append(OfferPart(name, keys, part.ring))
+        own = _some(keys, first, first + part.pages)
+        offered.append(OfferPart(name, own, part.ring))
     names = [part.pool for part in offered]
     if len(set(names)) != len(names):
         raise ProtocolError(f"seq {seq} names a pool twice: {names}")
     return Offer(message.epoch, tuple(offered), message.ticket, message.fence, parent)
+
+
+def _some(keys: bytes | str, first: int, end: int) -> Keys:
+    """Some of a message's keys, which are bytes or digits.
+
+    Raises: ProtocolError: digits that are not hexadecimal.
+    """
+    if isinstance(keys, bytes):
+        return Keys(keys[first * KEY_BYTES : end * KEY_BYTES])
+    try:
+        return Keys(unhexlify(keys[2 * first * KEY_BYTES : 2 * end * KEY_BYTES]))
+    except ValueError:
+        raise ProtocolError("`digits` has some that are not hexadecimal") from None

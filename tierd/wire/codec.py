@@ -137,8 +137,9 @@ def _check_columns(message: messages.Flush) -> None:
     for length in set(map(len, filter(None, message.parents))):
         if length != limits.KEY_BYTES:
             raise ProtocolError(f"key of {length} bytes in `parents`; a key has {limits.KEY_BYTES}")
-    _check_whole(message.keys)
-    keys = len(message.keys) // limits.KEY_BYTES
+    keys = _check_whole(message.keys) + _check_whole(message.digits)
+    if message.keys and message.digits:
+        raise ProtocolError("`keys` and `digits`: a flush has one of them")
     # Parts may share keys, so these do not bound what a message makes the daemon do.
     pages = sum(message.pages)
     if pages > limits.MAX_PAGES_PER_MESSAGE:
@@ -156,9 +157,15 @@ def _check_rows(message: messages.Flush, name: str, rows: int, of: str) -> None:
         raise ProtocolError(f"`{name}` has {found} rows; `{of}` names {rows}")
 
 
-def _check_whole(keys: bytes) -> None:
-    if len(keys) % limits.KEY_BYTES:
-        raise ProtocolError(f"`keys` has {len(keys)} bytes; a key has {limits.KEY_BYTES}")
+def _check_whole(keys: bytes | str) -> int:
+    """Returns: how many they are."""
+    if isinstance(keys, str):
+        name, size, what = "digits", 2 * limits.KEY_BYTES, "characters"
+    else:
+        name, size, what = "keys", limits.KEY_BYTES, "bytes"
+    if len(keys) % size:
+        raise ProtocolError(f"`{name}` has {len(keys)} {what}; a key has {size}")
+    return len(keys) // size
 
 
 def _check_keys(blob: bytes, pages: int) -> None:

@@ -202,6 +202,9 @@ class Flush(Message, frozen=True, tag="flush"):
     Row j of `pools`, `pages`, `ring` and `first` is a part. `ring`: the absolute position of its
     first page number in the segment's index ring. `first`: which key of `keys` is that of its
     first page; the others follow. Parts may share keys, as a window's pages do with the prefix's.
+
+    `digits`: in place of `keys`, the same as hexadecimal digits: an engine that has those leaves it
+    to the daemon to make bytes of them.
     """
 
     epoch: OptionalName
@@ -215,6 +218,7 @@ class Flush(Message, frozen=True, tag="flush"):
     ring: Annotated[list[U63], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
     first: Annotated[list[PageCount], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
     keys: bytes
+    digits: str = ""
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
