@@ -116,9 +116,9 @@ class Soak:
     def _offer(self) -> None:
         """What nobody has seen, in places that no backup is reading."""
         first = self.counts.backups
+        self._fill(first % (PLACES // 2), first, STEP_BACKUPS)
         for number in range(first, first + STEP_BACKUPS):
             place = number % (PLACES // 2)
-            self._fill(place, number)
             pages = PoolPages("kv", _keys(number), self._slots(place))
             self.client.backup([pages], parent=b"")
             self._pending.append(number)
@@ -139,7 +139,7 @@ class Soak:
             return
         place = PLACES // 2 + self.counts.restores % (PLACES // 2)
         self.counts.restores += 1
-        self._fill(place, -1)
+        self._fill(place, -1, 1)
         # Eviction may have left its first pages only.
         count = lengths[-1]
         slots = self._slots(place)[: count * PAGE_TOKENS]
@@ -150,24 +150,25 @@ class Soak:
             self.counts.landed += 1
             self._check(place, number, count)
 
-    def _rows(self, place: int) -> list[torch.Tensor]:
-        """Each of shape (PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)."""
-        tokens = slice(place * PLACE_TOKENS, (place + 1) * PLACE_TOKENS)
-        shape = (PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)
+    def _rows(self, place: int, count: int) -> list[torch.Tensor]:
+        """Of so many places. Each of shape (count, PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)."""
+        tokens = slice(place * PLACE_TOKENS, (place + count) * PLACE_TOKENS)
+        shape = (count, PLACE_PAGES, PAGE_TOKENS, ROW_BYTES)
         return [kv[half, tokens].view(shape) for kv in self._layers for half in (0, 1)]
 
-    def _fill(self, place: int, number: int) -> None:
-        for n, row in enumerate(self._rows(place)):
-            row.copy_(self._wanted(number, n))
+    def _fill(self, place: int, number: int, count: int) -> None:
+        """So many places, for the backups from this one on."""
+        for n, rows in enumerate(self._rows(place, count)):
+            rows.copy_(self._wanted(number, n, count))
 
-    def _check(self, place: int, number: int, count: int) -> None:
-        for n, row in enumerate(self._rows(place)):
-            if not bool((row == self._wanted(number, n))[:count].all()):
+    def _check(self, place: int, number: int, pages: int) -> None:
+        for n, rows in enumerate(self._rows(place, 1)):
+            if not bool((rows == self._wanted(number, n, 1))[:, :pages].all()):
                 raise WrongPageError(f"backup {number}, row {n}")
 
-    def _wanted(self, number: int, row: int) -> torch.Tensor:
-        """Shape (PLACE_PAGES, 1, 1)."""
-        return self._bytes[(number * 31 + row * 7) % BYTES]
+    def _wanted(self, number: int, row: int, count: int) -> torch.Tensor:
+        """Shape (count, PLACE_PAGES, 1, 1)."""
+        return self._bytes[((self._numbers[:count] + number) * 31 + row * 7) % BYTES]
 
     def _slots(self, place: int) -> torch.Tensor:
         return self._numbers[place * PLACE_TOKENS : (place + 1) * PLACE_TOKENS]
