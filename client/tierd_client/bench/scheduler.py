@@ -317,7 +317,8 @@ def _timed(tree: SchedulerTree, method: str, samples: Samples) -> Iterator[None]
 
 
 def client_memory(device: str, socket: str) -> dict[str, int]:
-    """What a process grows by when it gets a linker of tierd's, in bytes.
+    """What a process that has served a request without a tier grows by when it gets a linker of
+    tierd's, in bytes.
 
     Call before anything of the client is in use. Returns: `private_bytes`, the growth of its own
     memory that it has written to; `code_bytes`, that of files that it has mapped and nobody else
@@ -327,8 +328,13 @@ def client_memory(device: str, socket: str) -> dict[str, int]:
     from tierd.wire.layout import SegmentSpec
 
     shape = EngineShape(device=device)
-    with SchedulerTree("noop", shape, socket):
-        pass
+    with SchedulerTree("noop", shape, socket) as tree, tree.settings():
+        request = tree.new_request("first", range(8 * shape.page_tokens))
+        tree.match(request)
+        tree.admit(request)
+        tree.finish(request)
+        tree.submit()
+        tree.settle()
     before = _memory()
     with SchedulerTree("tierd", shape, socket):
         after = _memory()
