@@ -118,11 +118,10 @@ class CudaDevice:
         with self._current():
             # CUDA loads a kernel at its first launch, and holds other streams back until those
             # that run have come to an end: not later, when one may be waiting for a layer.
-            for dtype in (torch.int64, torch.int32):
-                slots = torch.zeros(128, dtype=dtype, device=f"cuda:{self._index}")
-                for tokens in (1, 64):
-                    page_numbers([SlotRun(tokens, [slots])], 256)
-                    page_numbers([SlotRun(tokens, [slots, slots[:64]])], 256)
+            slots = torch.zeros(128, dtype=torch.int64, device=f"cuda:{self._index}")
+            for tokens in (1, 64):
+                page_numbers([SlotRun(tokens, [slots])], 256)
+                page_numbers([SlotRun(tokens, [slots, slots[:64]])], 256)
             try:
                 _call(driver.cuMemHostRegister, address, len(memory), flags)
             except CudaError as error:

@@ -28,8 +28,8 @@ class SlotRun(NamedTuple):
 
     Attributes:
         page_tokens: Tokens of a page.
-        slots: Whole pages in page order. Each: shape (pages * page_tokens,), int64 or int32; all on
-            the rank's device, or all on the CPU.
+        slots: Whole pages in page order. Each: shape (pages * page_tokens,), int64; all on the
+            rank's device, or all on the CPU.
     """
 
     page_tokens: int
@@ -142,21 +142,23 @@ def page_numbers(runs: Sequence[SlotRun], ring_size: int) -> list[torch.Tensor]:
     microseconds on the scheduler thread. Each: shape (pages,), int64, on the slots' device; a
     copy, on the current stream.
 
-    Raises: ValueError: more page numbers than the ring holds, or a run of pages that are not
-        whole. Of two tensors that make up for each other it knows nothing.
+    Raises: ValueError: more page numbers than the ring holds, a run of pages that are not whole, or
+        slots of another type. Of two tensors that make up for each other it knows nothing.
     """
     made: list[torch.Tensor] = []
     room = ring_size
     for tokens, slots in runs:
         numbers = torch.cat(slots)
+        if numbers.dtype is not torch.int64:
+            raise ValueError(f"token slots of {numbers.dtype}; they have to be int64")
         count = numbers.numel()
         if count % tokens:
             raise ValueError(f"{count} slots are not whole pages of {tokens} tokens")
         room -= count // tokens
         if tokens > 1:
             # Of whole pages, the first slots stay `tokens` apart when joined.
-            numbers = numbers[::tokens] // tokens
-        made.append(numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64))
+            numbers = torch.floor_divide(numbers[::tokens], tokens)
+        made.append(numbers)
     if room < 0:
         raise ValueError(f"{ring_size - room} page numbers; the ring holds {ring_size}")
     return made

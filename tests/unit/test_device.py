@@ -165,13 +165,18 @@ def test_the_slots_of_a_run_become_one_tensor() -> None:
 
 
 def test_the_slots_themselves_are_left_alone() -> None:
-    one_token, int32 = torch.tensor([6, 7]), torch.arange(8, 16, dtype=torch.int32)
+    one_token, wide = torch.tensor([6, 7]), torch.arange(8, 16)
     (pages,) = page_numbers([SlotRun(1, [one_token])], 8)
     pages += 1
-    (pages,) = page_numbers([SlotRun(4, [int32])], 8)
-    assert (pages.tolist(), pages.dtype) == ([2, 3], torch.int64)
+    (pages,) = page_numbers([SlotRun(4, [wide])], 8)
+    pages += 1
     assert one_token.tolist() == [6, 7]
-    assert int32.tolist() == list(range(8, 16))
+    assert wide.tolist() == list(range(8, 16))
+
+
+def test_slots_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match="int32; they have to be int64"):
+        page_numbers([SlotRun(1, [torch.arange(4, dtype=torch.int32)])], 8)
 
 
 @given(st.integers(0, 2**63), st.integers(0, 40), st.integers(1, 40))
