@@ -102,8 +102,8 @@ class Daemon:
             fds = fds[: rng.randrange(4)]
         said = 1
         frame = codec.frame(data, len(fds))
-        with contextlib.suppress(OSError):
-            socket.send_fds(socket_of(stranger.channel), [frame], fds)
+        with contextlib.suppress(OSError), socket_of(stranger.channel) as sock:
+            socket.send_fds(sock, [frame], fds)
         with contextlib.suppress(ChannelClosed, ProtocolError):
             answer = stranger.answer()
             if isinstance(answer, messages.Welcome):

@@ -81,7 +81,8 @@ class FuzzRank:
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
         self.channel: Channel[messages.ToLifeline] | None = None
-        self.bytes = np.memmap(os.fdopen(os.dup(self.fd), "r+b"), np.uint8, "r+", 0, (SIZE,))
+        with os.fdopen(os.dup(self.fd), "r+b") as file:
+            self.bytes = np.memmap(file, np.uint8, "r+", 0, (SIZE,))
         self.rows = self.bytes.reshape(2, PAGES, STRIDE)
         self.rows[:, :, ROW:] = CANARY
         self.replies: list[messages.ToClient] = []

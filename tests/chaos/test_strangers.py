@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,12 @@ def test_who_says_nothing_or_never_ends_a_message_is_hung_up_on(daemon: OneProce
 
 
 def test_an_admin_that_has_asked_once_may_ask_again_whenever_it_likes(daemon: OneProcess) -> None:
-    clock, admin = Clock(daemon), connect(daemon)
-    for _ in range(3):
-        admin.send(STATUS)
-        assert isinstance(heard(admin, clock), messages.Status)
-        clock.forward(10 * daemon.state.deadlines.stranger_s)
+    clock = Clock(daemon)
+    with closing(connect(daemon)) as admin:
+        for _ in range(3):
+            admin.send(STATUS)
+            assert isinstance(heard(admin, clock), messages.Status)
+            clock.forward(10 * daemon.state.deadlines.stranger_s)
 
 
 @pytest.fixture
@@ -116,9 +118,10 @@ def test_an_order_that_takes_long_is_answered(daemon: OneProcess, rank: WireRank
         if not rank.in_flight:
             break
     assert rank.kept == pages
-    clock, admin = Clock(daemon), connect(daemon)
-    admin.send(messages.ClearRequest(protocol=limits.PROTOCOL_VERSION))
-    for _ in range(5):
-        clock.forward(daemon.state.deadlines.stranger_s)
-        assert not admin.receive(), "it is still at work"
-    assert heard(admin, clock) == messages.Done(detail={"pages": pages})
+    clock = Clock(daemon)
+    with closing(connect(daemon)) as admin:
+        admin.send(messages.ClearRequest(protocol=limits.PROTOCOL_VERSION))
+        for _ in range(5):
+            clock.forward(daemon.state.deadlines.stranger_s)
+            assert not admin.receive(), "it is still at work"
+        assert heard(admin, clock) == messages.Done(detail={"pages": pages})

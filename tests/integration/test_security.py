@@ -242,6 +242,7 @@ def test_no_log_line_carries_a_key_a_handle_or_a_ticket_of_entry(
         )
         ((answer, _),) = guest.wait(DEADLINE_S)
         assert isinstance(answer, messages.Refused)
+        guest.close()
         eventually(lambda: daemon.status()["counters"]["errors"] >= 3, "it has complained")
         os.kill(daemon.copier_pid(), signal.SIGKILL)
         engine.offer("b", 4, at=8)
@@ -263,12 +264,14 @@ def test_no_log_line_carries_a_key_a_handle_or_a_ticket_of_entry(
 def test_a_second_connection_cannot_take_a_ranks_place_by_its_name(daemon: Daemon) -> None:
     engine = Engine(daemon.socket)
     assert engine.back_up("a", 2)
+    other = TierClient(
+        daemon.socket,
+        [pages.pool() for pages in engine.ranks[0].pages.values()],
+        namespace={"model": "m"},
+        instance="engine",
+    )
     with pytest.raises(Exception, match="registered already"):
-        TierClient(
-            daemon.socket,
-            [pages.pool() for pages in engine.ranks[0].pages.values()],
-            namespace={"model": "m"},
-            instance="engine",
-        ).connect(DEADLINE_S)
+        other.connect(DEADLINE_S)
+    other.close()
     assert engine.restored("a", 2)
     engine.close()

@@ -216,6 +216,7 @@ def test_an_engine_whose_watchdog_was_killed_gets_another_one(
         until(lambda: engine.lookup("a", 4) == 4, "another one is armed")
         assert engine.restored("a", 4)
         engine.close()
+        dog.close()
 
 
 def test_closing_ends_the_process(segment: SharedSegment) -> None:

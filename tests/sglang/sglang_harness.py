@@ -61,7 +61,7 @@ class Daemon:
         """End all its processes at once, with nothing said to anybody."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(DEADLINE_S)
+        _reap(self._process)
 
     def freeze(self) -> None:
         """Stop its control: it answers nobody, and nobody notices."""
@@ -76,7 +76,7 @@ class Daemon:
         if self._process is not None and self._process.poll() is None:
             self.thaw()
             self._process.terminate()
-            self._process.wait(DEADLINE_S)
+            _reap(self._process)
 
     def status(self) -> dict[str, Any]:
         request = StatusRequest(protocol=PROTOCOL_VERSION)
@@ -134,7 +134,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(DEADLINE_S)
+        _reap(self.process)
 
 
 @contextlib.contextmanager
@@ -157,6 +157,15 @@ def both(ranks: list[EngineProcess], command: str, **arguments: Any) -> Any:
     first, *others = [rank.answer() for rank in ranks]
     assert all(other == first for other in others)
     return first
+
+
+def _reap(process: subprocess.Popen[str]) -> None:
+    """Wait for the end of a process that is ending, and close our ends of its pipes."""
+    process.wait(DEADLINE_S)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it has not read any more
+                pipe.close()
 
 
 def read_line(process: subprocess.Popen[str]) -> str:

@@ -77,7 +77,8 @@ def test_a_client_that_was_cut_off_is_heard_again_however_long_nobody_listened(
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, b"name")
     monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    stack.callback(dealer.disable_monitor)
+    for close in (dealer.close, monitor.close, dealer.disable_monitor):
+        stack.callback(close)
     dealer.connect(f"ipc://{endpoint.path}.zmq")
     assert monitor.poll(PATIENCE_MS)
     recv_monitor_message(monitor)
