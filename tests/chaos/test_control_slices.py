@@ -12,6 +12,7 @@ from flushes import Row, columns
 from one_process import DEADLINE_S, OneProcess
 
 from tierd.bench.wire_rank import WireRank
+from tierd.control import backup_desk
 from tierd.control.backup_desk import GATHER_S, JOB_PAGES, SLICE_STEPS, BackupDesk
 from tierd.control.backups import STEP_PAGES
 from tierd.control.pages import PagePool
@@ -143,6 +144,21 @@ def test_a_long_prompt_is_few_jobs_however_small_its_pages(
         daemon.control.turn(now)  # no time passes: nothing is sent for its age
     daemon.control.turn(now)
     assert len(copier.jobs) == -(-LONG // JOB_PAGES)
+    settle(daemon, rank)
+    assert rank.kept == rank.sent
+
+
+def test_large_pages_do_not_wait_for_company(
+    daemon: OneProcess, rank: WireRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(daemon, rank, 1, 10)
+    pool, (copier,) = pool_of(daemon), daemon.copiers
+    monkeypatch.setattr(backup_desk, "JOB_BYTES", STEP_PAGES * pool.host.slot_bytes)
+    rank.back_up(keys(2, LONG), LONG)
+    now, begun = time.monotonic(), pool.arrivals
+    while pool.arrivals == begun:
+        daemon.control.turn(now)
+    assert len(copier.jobs) == (pool.arrivals - begun) // STEP_PAGES
     settle(daemon, rank)
     assert rank.kept == rank.sent
 

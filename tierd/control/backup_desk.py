@@ -19,8 +19,9 @@ from tierd.wire.errors import ProtocolError
 
 FLIGHT_BYTES = 4 << 30
 """Backups decided and not copied, a group: what is beyond waits undecided."""
-JOB_PAGES = 2048
-"""A job's size, roughly: a restore never waits behind more than a few of them."""
+JOB_PAGES, JOB_BYTES = 2048, 128 << 20
+"""A job's size, roughly: a restore never waits behind more than a few of them, and of large pages
+the first are on the wire while the others are decided."""
 GATHER_S = 0.004
 """While there is more to decide, a job grows for so long: what a copier pays for each, whatever its
 size, is then a small part of it, even if small pages come more slowly than the link takes them."""
@@ -259,7 +260,7 @@ class BackupDesk:
         for rank, mine in offers.items():
             session = group.sessions[rank]
             batch = self._batches.get(session.number)
-            if batch is not None and (batch.pages >= JOB_PAGES or batch.fence != mine.fence):
+            if batch is not None and batch.fence != mine.fence:
                 self._send_backup(self._batches.pop(session.number))
                 batch = None
             if batch is None:
@@ -278,6 +279,9 @@ class BackupDesk:
                 # Also where it has nothing to copy: no rank's pages are kept without its consent.
                 batch.pieces.append(piece)
                 batch.pages += len(pages)
+                batch.nbytes += len(pages) * piece.pool.host.slot_bytes
+            if batch.pages >= JOB_PAGES or batch.nbytes >= JOB_BYTES:
+                self._send_backup(self._batches.pop(session.number))
 
     # --- holes --------------------------------------------------------------------------------
 

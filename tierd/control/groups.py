@@ -211,6 +211,7 @@ class Batch:
     tickets: dict[int, None] = field(default_factory=dict)
     consumed: int = 0
     pages: int = 0
+    nbytes: int = 0
 
 
 @dataclass(eq=False)
