@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from tierd.wire import codec, limits
-from tierd.wire.errors import ProtocolError
+from tierd.wire.errors import OutOfStepError, ProtocolError
 from tierd.wire.messages import Message
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ _SO_PEERGROUPS = 59
 _READ = 1 << 18
 _READS = 64
 """Reads in one `receive`: a sender that never pauses must not hold the loop's other work back."""
+_QUEUED_BYTES = 512
+"""What a queued message costs beside its own bytes: many small ones are memory, too."""
 
 
 class ChannelClosed(Exception):  # noqa: N818 - an event, not a fault
@@ -54,7 +56,7 @@ class Channel(Generic[T]):
         self._frames = codec.Frames()
         # One for all reads: fresh ones, which shrink to what came, would end up on top of the heap,
         # and small blocks that outlive them there keep all below from being used for the next.
-        self._read = memoryview(bytearray(_READ))
+        self._buffer = memoryview(bytearray(_READ))
         self._fds: deque[int] = deque()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._queued = 0
@@ -71,6 +73,16 @@ class Channel(Generic[T]):
         """Does something wait for the socket to take it? `flush` when it is writable."""
         return bool(self._out)
 
+    @property
+    def queued(self) -> int:
+        """Bytes that the socket has not taken yet, and what it costs to keep them."""
+        return self._queued
+
+    @property
+    def has_message(self) -> bool:
+        """Has `next` something to say, although the socket may have nothing to read?"""
+        return self._frames.ready
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and write what the socket takes. The descriptors are duplicated, so
         the caller keeps its own.
@@ -86,7 +98,18 @@ class Channel(Generic[T]):
         if len(fds) > limits.MAX_FDS:
             raise ProtocolError(f"{len(fds)} descriptors; a message takes {limits.MAX_FDS}")
         data = codec.frame(codec.encode(message), len(fds))
-        if self._queued + len(data) > self._max_queued:
+        if not fds and not self._out:
+            sent = self._write(data, [])
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._queue(data, fds)
+        self.flush()
+
+    def _queue(self, data: bytes, fds: Sequence[int]) -> None:
+        """Keep what the socket does not take now. Raises: as `send`."""
+        cost = len(data) + _QUEUED_BYTES
+        if self._queued + cost > self._max_queued:
             self.close()
             raise ChannelClosed
         duplicates: list[int] = []
@@ -100,8 +123,7 @@ class Channel(Generic[T]):
                 raise ChannelClosed from None
             raise
         self._out.append((memoryview(data), duplicates))
-        self._queued += len(data)
-        self.flush()
+        self._queued += cost
 
     def flush(self) -> None:
         """Write what the socket takes now.
@@ -110,25 +132,32 @@ class Channel(Generic[T]):
         """
         while self._out:
             data, fds = self._out[0]
-            ancillary = (
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-                if fds
-                else []
-            )
-            try:
-                sent = self._sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
+            sent = self._write(data, fds)
+            if not sent:
                 return
-            except OSError:
-                self.close()
-                raise ChannelClosed from None
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             self._queued -= sent
-            if sent == len(data):
-                self._out.popleft()
-            else:
+            if sent < len(data):
                 self._out[0] = (data[sent:], [])
+            else:
+                self._queued -= _QUEUED_BYTES
+                self._out.popleft()
+
+    def _write(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
+        """Bytes that the socket has taken; the descriptors went with the first one.
+
+        Raises: ChannelClosed: the other side is gone.
+        """
+        try:
+            if not fds:
+                return self._sock.send(data, socket.MSG_NOSIGNAL)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())
+            return self._sock.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            raise ChannelClosed from None
 
     def receive(self) -> list[tuple[T, list[int]]]:
         """The messages that have arrived, each with its file descriptors (now the caller's).
@@ -140,57 +169,106 @@ class Channel(Generic[T]):
             ProtocolError: a message that makes no sense. Messages before it in the same read are
                 lost, so the conversation must end.
         """
-        if self.closed:
-            raise ChannelClosed
         messages: list[tuple[T, list[int]]] = []
         try:
+            more = True
             for _ in range(_READS):
-                size, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [self._read], socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
-                )
-                for level, kind, blob in ancillary:
-                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                        got = array.array("i")
-                        got.frombytes(blob[: len(blob) - len(blob) % _FD])
-                        self._fds.extend(got)
-                if flags & socket.MSG_CTRUNC:
-                    raise ProtocolError("file descriptors were lost: too many in one message")
-                if size and self._refusal is not None:
-                    raise ProtocolError(self._refusal)
-                if not size:
-                    if messages:
-                        return messages
-                    self.close()
-                    raise ChannelClosed
-                for payload, count in self._frames.feed(self._read[:size]):
-                    if count > len(self._fds):
-                        raise ProtocolError(
-                            f"a message announces {count} descriptors; {len(self._fds)} came"
-                        )
-                    fds = [self._fds.popleft() for _ in range(count)]
-                    try:
-                        message = self._decoder.decode(payload)
-                    except ProtocolError:
-                        close_all(fds)
-                        raise
-                    messages.append((message, fds))
-                # What is left belongs to a frame that has begun, or to none.
-                if len(self._fds) > limits.MAX_FDS:
-                    raise ProtocolError("file descriptors came that no message announces")
-        except BlockingIOError:
-            pass
+                while (message := self._pop()) is not None:
+                    messages.append(message)
+                if not more:
+                    break
+                more = self._read()
         except ProtocolError:
             for _, fds in messages:
                 close_all(fds)
             raise
-        except ConnectionError:
+        except ChannelClosed:
             if not messages:
                 self.close()
-                raise ChannelClosed from None
+                raise
         return messages
 
+    def next(self) -> tuple[T, list[int]] | None:
+        """The next message alone, with its file descriptors (now the caller's). None: it has not
+        come, or not as a whole.
+
+        Raises:
+            ChannelClosed: end of file, and nothing before it was left unread.
+            ProtocolError: it makes no sense; those after it may, unless it is an OutOfStepError.
+        """
+        more = True
+        try:
+            for _ in range(_READS):
+                message = self._pop()
+                if message is not None or not more:
+                    return message
+                more = self._read()
+        except ChannelClosed:
+            self.close()
+            raise
+        return None
+
+    def _pop(self) -> tuple[T, list[int]] | None:
+        """The next message of those that have been read. Raises: ProtocolError: as `next`."""
+        frame = self._frames.pop()
+        if frame is None:
+            # What is left belongs to a frame that has begun, or to none.
+            if len(self._fds) > limits.MAX_FDS:
+                raise OutOfStepError("file descriptors came that no message announces")
+            return None
+        payload, count = frame
+        if count > len(self._fds):
+            raise OutOfStepError(f"a message announces {count} descriptors; {len(self._fds)} came")
+        fds = [self._fds.popleft() for _ in range(count)]
+        try:
+            return self._decoder.decode(payload), fds
+        except ProtocolError:
+            close_all(fds)
+            raise
+
+    def _read(self) -> bool:
+        """Read once. Returns: whether there may be more, which a poll would tell as well.
+
+        Raises:
+            ChannelClosed: end of file; the socket is still open.
+            OutOfStepError: the conversation must end.
+        """
+        if self.closed:
+            raise ChannelClosed
+        try:
+            size, ancillary, flags, _ = self._sock.recvmsg_into(
+                [self._buffer], socket.CMSG_SPACE(limits.MAX_FDS * _FD), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            raise ChannelClosed from None
+        for level, kind, blob in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                got = array.array("i")
+                got.frombytes(blob[: len(blob) - len(blob) % _FD])
+                self._fds.extend(got)
+        if flags & socket.MSG_CTRUNC:
+            raise OutOfStepError("file descriptors were lost: too many in one message")
+        if size and self._refusal is not None:
+            raise OutOfStepError(self._refusal)
+        if not size:
+            raise ChannelClosed
+        self._frames.add(self._buffer[:size])
+        # A read ends early also where descriptors come.
+        return size == _READ or bool(ancillary)
+
+    @property
+    def ended(self) -> bool:
+        """Has the other side closed its end, even if not all has been read that it said before?"""
+        if self.closed:
+            return True
+        poller = select.poll()
+        poller.register(self._sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def refuse(self, reason: str) -> None:
-        """Decode nothing from now on: whatever comes is a ProtocolError with this reason."""
+        """Decode nothing from now on: whatever comes is an OutOfStepError with this reason."""
         self._refusal = reason
 
     def wait(self, timeout_s: float) -> list[tuple[T, list[int]]]:
@@ -225,6 +303,7 @@ class Channel(Generic[T]):
             return
         self.closed = True
         self._sock.close()
+        self._frames = codec.Frames()
         close_all(self._fds)
         self._fds.clear()
         for _, fds in self._out:

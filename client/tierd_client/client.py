@@ -135,7 +135,7 @@ class TierClient:
             timeout_s=lookup_timeout_s,
             receive=self._receive,
             lost=self._lost,
-            may_restore=lambda: self._restores.may_start() and self._tickets_left() > FOR_LOADS,
+            may_restore=self._may_restore,
         )
         self._next_look = 0.0
         self._said_absent = False
@@ -409,8 +409,6 @@ class TierClient:
                 self._outbox.settle(message.first_seq, message.results)
             elif isinstance(message, messages.Need):
                 self._outbox.need(message.seq)
-            elif isinstance(message, messages.LookupReply):
-                self._lookups.answered(message)
             else:
                 self._errors += 1
                 if self._errors & (self._errors - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
@@ -435,11 +433,21 @@ class TierClient:
             keys: The chain's keys, each a sum over all that comes before it, too.
             pools: Those whose pages a boundary needs; None is all of the rank's.
 
-        Returns: page counts, ascending; empty is a miss.
+        Returns: page counts, ascending; empty is a miss, as it is while a restore of the request
+            is under way.
         """
         if not keys or not self.connected:
             return []
         return self._lookups.look_up(rid, keys, self._pools.indices(pools), self._epoch)
+
+    def _may_restore(self, rid: str) -> bool:
+        # A lookup could overtake the restore that the request has under way, which goes by ZeroMQ,
+        # and would lose its lease to it.
+        return (
+            not self._restores.is_loading(rid)
+            and self._restores.may_start()
+            and self._tickets_left() > FOR_LOADS
+        )
 
     def cancel(self, rid: str) -> None:
         """The request will not load: its lease ends."""

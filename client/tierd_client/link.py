@@ -1,6 +1,7 @@
-"""The connection to a daemon: lifeline, ZeroMQ socket and process handles, without blocking.
+"""The connection to a daemon: lifeline, ZeroMQ socket and process handles.
 
-Knows how to get one and when it is lost. What a loss means is the client's business.
+Knows how to get one and when it is lost. What a loss means is the client's business. What is waited
+for goes over the lifeline: ZeroMQ's own threads, at both ends, would take twice as long.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import mmap
 import os
 import select
@@ -31,6 +33,8 @@ REGISTER_TIMEOUT_S = 30.0
 PATIENT_TRIES = 10
 """A daemon of another version is asked again after so many pauses."""
 QUEUED_MESSAGES = 1000
+UNSENT_BYTES = 4 << 20
+"""Of cancellations that the daemon has not had time to read. What they would end expires."""
 _POLLIN = int(zmq.POLLIN)
 """The flag itself costs more to compare with than all else of a look."""
 
@@ -102,7 +106,8 @@ class Link:
         """Whether the lifeline has something: asked often, and cheaper than to read nothing."""
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
-        self._last_words: list[messages.ToClient] = []
+        self._heard: list[messages.ToClient] = []
+        self._reply: messages.LookupReply | None = None
         self._polled: tuple[LinkState, ProcessHandle | None] = (self.state, self.copier)
 
     @property
@@ -145,15 +150,20 @@ class Link:
     def poll(self, now: float) -> bool:
         """Read the lifeline. True: the state, or the copier, is another one than when this was
         called last; `wait` may have seen it change."""
-        self._read(now)
+        lifeline = self._lifeline
+        if lifeline is not None and (
+            self.state is LinkState.REGISTERING
+            or lifeline.closed
+            or lifeline.wants_write
+            or self._arrivals.poll(0)
+        ):
+            self._read(now)
         last, self._polled = self._polled, (self.state, self.copier)
         return last != self._polled
 
     def _read(self, now: float) -> None:
         lifeline = self._lifeline
         if lifeline is None:
-            return
-        if self.state is LinkState.UP and not lifeline.wants_write and not self._arrivals.poll(0):
             return
         try:
             lifeline.flush()
@@ -163,14 +173,18 @@ class Link:
             if isinstance(error, ProtocolError):
                 log.warning("the daemon on %s makes no sense, trying again: %s", self.path, error)
             # A daemon that ends in good order sends its last acks before it closes.
-            self._last_words = self.receive()
+            self._heard = self.receive()
             self.drop()
         if self.state is LinkState.REGISTERING and now >= self._give_up_at:
             log.warning("the daemon on %s does not answer a registration, trying again", self.path)
             self.drop()
 
     def _on_lifeline(self, message: messages.ToLifeline, fds: list[int]) -> None:
-        if isinstance(message, messages.Welcome) and len(fds) == 3:
+        if isinstance(message, messages.LookupReply) and not fds:
+            self._reply = message
+        elif isinstance(message, messages.Error) and not fds:
+            self._heard.append(message)
+        elif isinstance(message, messages.Welcome) and len(fds) == 3:
             self.control, self.copier = ProcessHandle(fds[0]), ProcessHandle(fds[1])
             self.presence = _open_presence(fds[2])
             self.lease_s = message.lease_s
@@ -198,14 +212,49 @@ class Link:
             raise ProtocolError(f"unexpected {type(message).__name__} with {len(fds)} descriptors")
 
     def wait(self, timeout_s: float, now: float) -> None:
-        """Block until the lifeline or the ZeroMQ socket has something, and read the lifeline."""
-        poller = zmq.Poller()
-        if self._lifeline is not None and not self._lifeline.closed:
-            poller.register(self._lifeline, zmq.POLLIN)
-        if self._dealer is not None:
-            poller.register(self._dealer, zmq.POLLIN)
-        poller.poll(max(1, int(timeout_s * 1000)))
-        self._read(now)
+        """Read the lifeline once it has something; block for so long at most, in full milliseconds.
+        What it has not taken yet is written meanwhile."""
+        poller, lifeline = self._arrivals, self._lifeline
+        if lifeline is not None and lifeline.wants_write:
+            poller = select.poll()
+            poller.register(lifeline, select.POLLIN | select.POLLOUT)
+        ended = lifeline is not None and lifeline.closed
+        arrived = ended or poller.poll(math.ceil(timeout_s * 1000))
+        if arrived or self.state is LinkState.REGISTERING:
+            self._read(now)
+
+    def ask(self, lookup: messages.Lookup) -> bool:
+        """Send a lookup; `reply` has the answer once `wait` has read it. False: there is no daemon,
+        or it has not read all that it was sent before.
+
+        Raises: ProtocolError: it is too large.
+        """
+        self._reply = None
+        return self._say(lookup, 0)
+
+    def reply(self, lookup: messages.Lookup) -> messages.LookupReply | None:
+        """The answer, if it has come: to this one, not to one that was given up."""
+        reply = self._reply
+        return reply if reply is not None and reply.request == lookup.request else None
+
+    def cancel(self, rid: str) -> None:
+        """Tell the daemon that a request will not load, unless it does not read."""
+        self._say(messages.Cancel(rid=rid), UNSENT_BYTES)
+
+    def _say(self, message: messages.Lookup | messages.Cancel, most_unsent: int) -> bool:
+        """Say something on the lifeline, behind so much that is still unsent at most."""
+        lifeline = self._lifeline
+        if lifeline is None or self.state is not LinkState.UP:
+            return False
+        try:
+            if lifeline.wants_write:
+                lifeline.flush()
+            if lifeline.queued > most_unsent:
+                return False
+            lifeline.send(message)
+        except ChannelClosed:
+            pass  # whoever looks at the lifeline next finds out
+        return True
 
     def send(self, message: messages.Message) -> bool:
         """Queue a message for the daemon. False: the queue is full, or there is no daemon.
@@ -222,7 +271,7 @@ class Link:
 
     def receive(self) -> list[messages.ToClient]:
         """What the daemon has sent. A few microseconds if there is nothing."""
-        received, self._last_words = self._last_words, []
+        received, self._heard = self._heard, []
         if self._dealer is None:
             return received
         try:
@@ -244,6 +293,7 @@ class Link:
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
+            self._arrivals = select.poll()
         if self._dealer is not None:
             self._dealer.close(linger=0)
             self._dealer = None

@@ -17,8 +17,6 @@ from tierd_client.pools import PageKeys, join_keys, key_at
 
 log = logging.getLogger("tierd_client")
 
-SPIN_S = 0.0004
-"""A lookup's answer usually comes within this time; to sleep and be woken would make it longer."""
 LEASE_MARGIN = 0.5
 """A remembered answer is used for this share of its lease; then it is asked for again."""
 
@@ -31,9 +29,9 @@ class Lookups:
         specs: The rank's pools, as registered.
         digest: The name of the rank's namespace in an epoch (`geometry.namespace_digest`).
         timeout_s: What an answer is waited for at most.
-        receive: Takes in what the daemon has sent; a reply of its goes to `answered`.
+        receive: Takes in what else the daemon has sent.
         lost: Told why, once the daemon turns out to be gone.
-        may_restore: Could a restore be started now? If not, there is no use in a hit.
+        may_restore: Could a restore of a request be started now? If not, there is no use in a hit.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Lookups:
         timeout_s: float,
         receive: Callable[[], None],
         lost: Callable[[str], None],
-        may_restore: Callable[[], bool],
+        may_restore: Callable[[str], bool],
     ) -> None:
         self._link = link
         self._specs = specs
@@ -55,7 +53,6 @@ class Lookups:
         self._lost = lost
         self._may_restore = may_restore
         self._asked = 0
-        self._answers: dict[int, messages.LookupReply] = {}
         self._leases = Leases()
         self._breaker = Breaker(timeout_s)
         self._salts: dict[tuple[str, int], Salt] = {}
@@ -76,7 +73,7 @@ class Lookups:
         if not leased and not self._may_have(key_at(keys, 0), pools, epoch):
             return []
         now = time.monotonic()
-        if self._breaker.is_open(now, self._link.heartbeat_s) or not self._may_restore():
+        if self._breaker.is_open(now, self._link.heartbeat_s) or not self._may_restore(rid):
             return []
         chain = ChainId.of(keys, pools)
         lengths = self._leases.recall(rid, chain, now)
@@ -104,14 +101,10 @@ class Lookups:
             self._leases.end(rid)
         return reply.lengths
 
-    def answered(self, reply: messages.LookupReply) -> None:
-        """A reply has come, perhaps of a lookup that was given up."""
-        self._answers[reply.request] = reply
-
     def cancel(self, rid: str) -> None:
         """The request will not load: the daemon is told, if it may hold pages for it."""
         if self._leases.end(rid):
-            self._link.send(messages.Cancel(rid=request_name(rid)))
+            self._link.cancel(request_name(rid))
 
     def loading(self, rid: str) -> None:
         """The request loads: its lease becomes a pin, and needs no cancelling."""
@@ -145,30 +138,25 @@ class Lookups:
         misses for a while, so that the next requests do not pay for it again."""
         link = self._link
         try:
-            sent = link.send(message)
+            sent = link.ask(message)
         except ProtocolError as error:
             log.warning("a lookup was not sent, and misses: %s", error)
             return None
-        start = time.monotonic()
-        deadline = start + self._timeout_s
-        while sent and link.state is LinkState.UP:
-            self._receive()
-            reply = self._answers.pop(message.request, None)
+        now = time.monotonic()
+        deadline = now + self._timeout_s
+        while sent and now < deadline:
+            # Not looked at again and again meanwhile: the kernel likes to wake the daemon on the
+            # CPU of whoever has written to it, which must be free for that.
+            link.wait(deadline - now, now)
+            reply = link.reply(message)
             if reply is not None:
                 self._breaker.answered()
-                self._answers.clear()
                 return reply
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            if now < start + SPIN_S:
-                continue
-            was_up = link.state is LinkState.UP
-            link.wait(deadline - now, now)
-            if was_up and link.state is not LinkState.UP:
+            if link.state is not LinkState.UP:
                 self._receive()
                 self._lost("it closed the connection")
                 return None
+            now = time.monotonic()
         mute_s = self._breaker.timed_out(time.monotonic(), link.heartbeat_s)
         log.warning(
             "the tierd daemon has not answered a lookup within %.2f s; lookups miss for %.1f s "

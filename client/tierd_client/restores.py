@@ -60,6 +60,7 @@ class Restores:
         self._ring = RingSpace(segment.spec.restore_ring)
         # By entry of the segment, the last restore that has used it.
         self._entries: list[Restore | None] = [None] * RESTORE_ENTRIES
+        self._rids: list[frozenset[str]] = [frozenset()] * RESTORE_ENTRIES
         self._watched: ProcessHandle | None = None
 
     @property
@@ -136,8 +137,15 @@ class Restores:
             abandon=self._abandon,
             timeout_s=self.verdict_timeout_s,
         )
-        self._entries[entry] = restore
+        self._entries[entry], self._rids[entry] = restore, frozenset(rids)
         return restore
+
+    def is_loading(self, rid: str) -> bool:
+        """Has a restore of this request no verdict yet?"""
+        return any(
+            restore is not None and rid in rids and not restore.settled
+            for restore, rids in zip(self._entries, self._rids, strict=True)
+        )
 
     def may_start(self) -> bool:
         """Would every waiting stream be released, whoever dies? Never waits."""

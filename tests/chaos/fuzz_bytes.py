@@ -51,6 +51,8 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
         messages.StatusRequest(protocol=1),
         messages.ClearRequest(protocol=1),
         messages.PauseRequest(protocol=1, paused=True),
+        messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=key),
+        messages.Cancel(rid="r"),
     ]
     from_client = [
         messages.Flush(
@@ -60,7 +62,6 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
             keys=2 * key,
             **columns([Row(0, [part], key), Row(1), Row(2, [part], b"")]),
         ),
-        messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=key),
         messages.Restore(
             epoch="",
             number=1,
@@ -71,7 +72,6 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
             items=[messages.RestoreItem("r", [part])],
             keys=key,
         ),
-        messages.Cancel(rid="r"),
         messages.Supply(epoch="", seq=1, ticket=1, fence=0, parts=[part], keys=key),
         messages.Reset(epoch="", next_seq=1),
     ]
@@ -97,11 +97,12 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
         messages.Refused(reason="no", protocol=1),
         messages.Status(data={"a": [1]}),
         messages.Done(detail={"pages": 1}),
+        messages.LookupReply(request=1, lengths=[1, 2], lease_s=30.0),
+        messages.Error(reason="no"),
     ]
     to_client = [
         messages.Acks(first_seq=0, results=b"\1\0"),
         messages.Need(seq=0),
-        messages.LookupReply(request=1, lengths=[1, 2], lease_s=30.0),
         messages.Error(reason="no"),
     ]
     from_copier = [

@@ -54,6 +54,7 @@ class Client:
             retry_s=0.0,
         )
         self._acked = 0
+        self._lookups = 0
         self._offered = 0
         self._replies = [plain(m) for m in self._messages()]
 
@@ -63,7 +64,6 @@ class Client:
             messages.Acks(first_seq=first, results=b"\1\0\1"),
             messages.Acks(first_seq=self._acked, results=b"\1" * 5),
             messages.Need(seq=first),
-            messages.LookupReply(request=1, lengths=[1, 2], lease_s=30.0),
             messages.Error(reason="no"),
         ]
 
@@ -77,7 +77,7 @@ class Client:
             if rng.random() < 0.3:
                 data = self._mutator.message(template, self._replies)
             self._router.send_multipart([self._identity, data])
-            if rng.random() < 0.02 and self._lifeline is not None:
+            if rng.random() < 0.1 and self._lifeline is not None:
                 self._say_on_the_lifeline()
             self._step(number)
 
@@ -95,7 +95,9 @@ class Client:
             assert ack.seq == self._acked, "each once, in order"
             self._acked += 1
         if rng.random() < 0.001:
+            self._lookups += 1
             self._client.lookup("r", keys)
+            self._client.cancel("r")
         while self._router.poll(0):
             self._router.recv_multipart()
 
@@ -128,11 +130,15 @@ class Client:
     def _say_on_the_lifeline(self) -> None:
         assert self._lifeline is not None
         replies = [
+            messages.LookupReply(request=self._lookups + 1, lengths=[1, 2], lease_s=30.0),
+            messages.Error(reason="no"),
             messages.CopierReplaced(),
             messages.Refused(reason="no", protocol=1),
             messages.Done(detail={}),
         ]
-        data = self._mutator.message(plain(self._rng.choice(replies)))
+        data = msgspec.msgpack.encode(plain(self._rng.choice(replies[:2])))
+        if self._rng.random() < 0.2:
+            data = self._mutator.message(plain(self._rng.choice(replies)))
         with contextlib.suppress(OSError), socket_of(self._lifeline) as sock:
             sock.send(codec.frame(data, 0), socket.MSG_NOSIGNAL)
 

@@ -81,6 +81,7 @@ class FuzzRank:
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] | None = None
         self.channel: Channel[messages.ToLifeline] | None = None
+        self._sock: socket.socket | None = None
         with os.fdopen(os.dup(self.fd), "r+b") as file:
             self.bytes = np.memmap(file, np.uint8, "r+", 0, (SIZE,))
         self.rows = self.bytes.reshape(2, PAGES, STRIDE)
@@ -112,7 +113,7 @@ class FuzzRank:
     def connect(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(str(self._daemon.state.endpoint.path))
-        self.channel = Channel(sock, codec.TO_LIFELINE)
+        self.channel, self._sock = Channel(sock, codec.TO_LIFELINE), sock
 
     def register(self, message: messages.Register | None = None) -> messages.ToLifeline | None:
         """Say this, or what makes sense; the answer. None: the daemon hung up."""
@@ -150,9 +151,24 @@ class FuzzRank:
         with suppress(zmq.Again):
             self._dealer.send(data, zmq.NOBLOCK)
 
-    def hear(self) -> list[messages.ToClient]:
+    def ask(self, data: bytes) -> None:
+        """Say something on the lifeline, which the daemon reads before it is full."""
+        assert self._sock is not None
+        left = memoryview(codec.frame(data))
+        while left:
+            try:
+                left = left[self._sock.send(left, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                self._daemon.turn()
+
+    def hear(self) -> list[messages.ToClient | messages.ToLifeline]:
         """What has come; each of it must make sense."""
-        heard: list[messages.ToClient] = []
+        heard: list[messages.ToClient | messages.ToLifeline] = []
+        if self.channel is not None and not self.channel.closed:
+            with suppress(ChannelClosed):
+                for message, fds in self.channel.receive():
+                    close_all(fds)
+                    heard.append(message)
         if self._dealer is not None:
             with suppress(zmq.Again):
                 while True:
@@ -315,7 +331,8 @@ class FuzzGroup:
                     template = rng.choice(self.corpus)
                 data = self._mutator.message(template, self.corpus)
             self._scribble(rank)
-            rank.say(data)
+            asks = isinstance(meant, messages.Lookup | messages.Cancel)
+            (rank.ask if asks else rank.say)(data)
             said.append(data)
         rank = rng.choice(self.ranks)
         if rng.random() < 0.01:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ class Guest:
         """What the daemon has to say about a message."""
         self.say(message if isinstance(message, bytes) else raw(message))
         answer = self.hear()
+        assert isinstance(answer, messages.Error)
+        return answer.reason
+
+    def complaint(self, message: messages.Message | bytes) -> str:
+        """What the daemon has to say about a message on the lifeline; the session goes on."""
+        data = message if isinstance(message, bytes) else raw(message)
+        with socket.socket(fileno=os.dup(self.channel.fileno())) as sock:
+            sock.sendall(codec.frame(data))
+        answer = self.answer()
         assert isinstance(answer, messages.Error)
         return answer.reason
 

@@ -18,6 +18,7 @@ from guest import PAGES, ROW, SPEC, Guest, memfd, pool, raw
 from tier_harness import DEADLINE_S, Daemon, Engine, eventually, keys, open_files, running
 from tierd_client.segment import create_segment
 
+from tierd.channel import ChannelClosed
 from tierd.wire import codec, limits, messages
 from tierd.wire.messages import Allocation, BufferSpec, Part
 
@@ -137,8 +138,9 @@ def heard(sock: socket.socket) -> messages.Refused:
     sock.settimeout(DEADLINE_S)
     frames = codec.Frames()
     while True:
-        for payload, _ in frames.feed(sock.recv(1 << 16)):
-            answer = codec.TO_LIFELINE.decode(payload)
+        frames.add(sock.recv(1 << 16))
+        if (frame := frames.pop()) is not None:
+            answer = codec.TO_LIFELINE.decode(frame[0])
             assert isinstance(answer, messages.Refused)
             return answer
 
@@ -267,12 +269,31 @@ def test_a_rank_that_does_not_fit_to_the_ones_before_it_is_refused(
         assert answer.results == b"\1"
 
 
-# --- the hot path -----------------------------------------------------------------------------
+# --- the hot path, and lookups ----------------------------------------------------------------
+
+DANCE = msgspec.msgpack.encode({"op": "dance"})
+
+
+def a_lookup(**changes: Any) -> messages.Lookup:
+    message = messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=b"".join(keys("x", 2)))
+    return msgspec.structs.replace(message, **changes)
 
 
 def test_a_stranger_is_told_to_register(guest: Guest) -> None:
     guest.open(b"0123456789abcdef")
-    assert "register on the lifeline" in guest.error(messages.Cancel(rid="r"))
+    assert "register on the lifeline" in guest.error(messages.Reset(epoch="", next_seq=0))
+
+
+@pytest.mark.parametrize("what", [messages.Cancel(rid="r"), a_lookup()], ids=["cancel", "lookup"])
+def test_nothing_is_looked_up_for_a_stranger(
+    guest: Guest, what: messages.Lookup | messages.Cancel
+) -> None:
+    guest.channel.send(what)
+    answer = guest.answer()
+    assert isinstance(answer, messages.Refused)
+    assert "not registered" in answer.reason
+    with pytest.raises(ChannelClosed):
+        guest.channel.wait(DEADLINE_S)
 
 
 def test_whoever_has_left_is_a_stranger(guest: Guest) -> None:
@@ -281,29 +302,20 @@ def test_whoever_has_left_is_a_stranger(guest: Guest) -> None:
     guest.channel.close()
 
     def forgotten() -> bool:
-        guest.say(raw(a_lookup()))
+        guest.say(DANCE)
         answer = guest.hear()
         return isinstance(answer, messages.Error) and "register" in answer.reason
 
     eventually(forgotten, "its way is closed")
 
 
-def a_lookup(**changes: Any) -> messages.Lookup:
-    message = messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=b"".join(keys("x", 2)))
-    return msgspec.structs.replace(message, **changes)
-
-
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (msgspec.msgpack.encode({"op": "dance"}), "dance"),
+        (DANCE, "dance"),
         (b"", "not a valid message"),
-        (raw(a_lookup())[:-40], "not a valid message"),
-        (raw(a_lookup(keys=bytes(63))), "`keys` has 63 bytes"),
-        (raw(a_lookup(pools=[3])), "`pool` 3"),
-        (raw(a_lookup(pools=[99])), "`$.pools[0]`"),
-        (raw(a_lookup(pools=[0, 0])), "names one pool twice"),
-        (raw(a_lookup(epoch="somebody else's")), "`epoch`"),
+        (raw(a_lookup()), "lookup"),
+        (raw(messages.Reset(epoch="", next_seq=0))[:-1], "not a valid message"),
         (raw(messages.Reset(epoch="somebody else's", next_seq=0)), "`epoch`"),
         (b"x" * (limits.MAX_MESSAGE_BYTES + 1), "over the limit"),
     ],
@@ -315,6 +327,33 @@ def test_a_message_that_makes_no_sense_is_answered_and_the_session_goes_on(
     guest.enter()
     assert words in guest.error(message)
     assert guest.kept(guest.flush(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (DANCE, "dance"),
+        (b"", "not a valid message"),
+        (raw(messages.Reset(epoch="", next_seq=0)), "reset"),
+        (raw(a_lookup())[:-40], "not a valid message"),
+        (raw(a_lookup(keys=bytes(63))), "`keys` has 63 bytes"),
+        (raw(a_lookup(pools=[3])), "`pool` 3"),
+        (raw(a_lookup(pools=[99])), "`$.pools[0]`"),
+        (raw(a_lookup(pools=[0, 0])), "names one pool twice"),
+        (raw(a_lookup(epoch="somebody else's")), "`epoch`"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_lookup_that_makes_no_sense_is_answered_and_the_session_goes_on(
+    guest: Guest, message: bytes, words: str
+) -> None:
+    guest.enter()
+    assert words in guest.complaint(message)
+    assert guest.kept(guest.flush(1, 2))
+    guest.channel.send(a_lookup())
+    answer = guest.answer()
+    assert isinstance(answer, messages.LookupReply)
+    assert (answer.request, answer.lengths) == (1, [])
 
 
 def test_a_message_of_many_frames_is_answered(guest: Guest) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -226,9 +227,10 @@ def test_no_log_line_carries_a_key_a_handle_or_a_ticket_of_entry(
         link = engine.client._link
         routing_id = link._dealer.identity
         link._dealer.send(secret[0])
-        link._dealer.send(codec.encode(messages.Cancel(rid="r")) + secret[0])
+        link._dealer.send(codec.encode(messages.Reset(epoch="", next_seq=0)) + secret[0])
         wrong = messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=secret[0])
-        link._dealer.send(codec.encode(wrong)[:-1] + secret[1])
+        with socket.socket(fileno=os.dup(link._lifeline.fileno())) as sock:
+            sock.sendall(codec.frame(codec.encode(wrong)[:-1] + secret[1]))
         guest = lifeline(daemon.socket)
         register = ORDERS[-1]
         assert isinstance(register, messages.Register)
@@ -243,7 +245,7 @@ def test_no_log_line_carries_a_key_a_handle_or_a_ticket_of_entry(
         ((answer, _),) = guest.wait(DEADLINE_S)
         assert isinstance(answer, messages.Refused)
         guest.close()
-        eventually(lambda: daemon.status()["counters"]["errors"] >= 3, "it has complained")
+        eventually(lambda: daemon.status()["counters"]["errors"] >= 4, "it has complained")
         os.kill(daemon.copier_pid(), signal.SIGKILL)
         engine.offer("b", 4, at=8)
         engine.step()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.wire import codec, limits
-from tierd.wire.errors import ProtocolError
+from tierd.wire.errors import OutOfStepError, ProtocolError
 from tierd.wire.messages import AddChunk, Done, ToLifeline
 
 PATIENCE_S = 120.0
@@ -209,6 +209,32 @@ def test_a_sender_that_never_pauses_is_read_in_turns(ends: Ends) -> None:
         thread.join(0.001)
 
 
+def test_messages_can_be_taken_one_at_a_time(ends: Ends) -> None:
+    writer, reader = ends
+    kept = memory("kept")
+    for number in range(3):
+        writer.send(note(number), [kept] * number)
+    for number in range(3):
+        received = reader.next()
+        assert received is not None
+        message, fds = received
+        assert (message, len(fds)) == (note(number), number)
+        close_all(fds)
+    assert not reader.has_message
+    assert reader.next() is None
+    writer.send(note(3))
+    writer.send(note(4))
+    assert reader.next() == (note(3), [])
+    assert reader.has_message, "although the socket has nothing to read"
+    writer.close()
+    assert reader.ended
+    assert reader.next() == (note(4), [])
+    with pytest.raises(ChannelClosed):
+        reader.next()
+    assert reader.closed
+    os.close(kept)
+
+
 # --- the end ----------------------------------------------------------------------------------
 
 
@@ -258,6 +284,15 @@ def test_a_peer_that_stops_reading_is_given_up_and_its_descriptors_are_closed(
     os.close(kept)
 
 
+def test_many_small_messages_count_as_what_they_cost() -> None:
+    writer, reader = open_pair(max_queued=1 << 20)
+    with contextlib.suppress(ChannelClosed):
+        for _ in range(10_000):
+            writer.send(note(1))
+    assert writer.closed, "at a tenth of that many bytes"
+    reader.close()
+
+
 def test_draining_ends_in_time_when_the_peer_does_not_read(ends: Ends) -> None:
     ends[0].send(note(1, 5_000_000))
     ends[0].drain(0.01)
@@ -299,6 +334,23 @@ def test_nonsense_is_an_error_and_leaks_no_descriptor(
     os.close(fd)
     with pytest.raises(ProtocolError, match=reason):
         channel.receive()
+
+
+def test_after_one_message_that_makes_no_sense_the_next_one_may(
+    raw: tuple[socket.socket, Channel[ToLifeline]],
+) -> None:
+    peer, channel = raw
+    fd = memory("sent along")
+    peer.sendmsg([codec.frame(b"\xc1", 1)], rights([fd]))
+    peer.sendall(codec.frame(GOOD) + b"\xff" * 8)
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="not a valid message") as error:
+        channel.next()
+    assert not isinstance(error.value, OutOfStepError)
+    assert channel.next() == (note(1), [])
+    for _ in range(2):
+        with pytest.raises(OutOfStepError):
+            channel.next()
 
 
 def test_more_descriptors_than_a_message_may_have_are_an_error(

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tierd.channel import ChannelClosed
 from tierd.control.keys import MISSING, Keys
 from tierd.control.leases import MAX_LEASED_KEYS, Leases, Pins, Want
 from tierd.control.pages import PagePool
@@ -111,6 +112,34 @@ def test_a_miss_holds_nothing() -> None:
     group = Group(pool)
     assert group.lookup("r", chain("b", 3)) == []
     assert (pool.held, len(group.leases)) == (0, 0)
+
+
+def test_a_load_gets_its_pages_whichever_way_round_a_cancel_comes() -> None:
+    pool = make_pool(16, a=4)
+    group = Group(pool)
+    keys = chain("a", 4)
+    group.lookup("r", keys)
+    group.pin(1, {"r": keys})
+    group.leases.cancel("r")  # too late
+    assert (pool.held, pool.evict(16)) == (4, 0), "a pin is no lease"
+    for rank in (0, 1):
+        group.leases.retire(1, rank)
+    group.lookup("r", keys)
+    group.leases.cancel("r")  # too early
+    assert group.pin(2, {"r": keys}).plan is not None
+    assert (pool.held, pool.evict(16)) == (4, 0)
+
+
+def test_an_answer_that_cannot_be_given_leases_nothing() -> None:
+    pool = make_pool(16, a=4)
+    leases = Leases(lease_s=LEASE_S, max_share=1.0)
+
+    def gone(_: list[int]) -> None:
+        raise ChannelClosed
+
+    with pytest.raises(ChannelClosed):
+        leases.lookup("r", chain("a", 4), [pool], now=0.0, answer=gone)
+    assert (pool.held, len(leases)) == (0, 0)
 
 
 def test_every_rank_that_asks_the_same_gets_the_same_whatever_has_come_since() -> None:

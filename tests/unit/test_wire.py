@@ -18,7 +18,7 @@ from registrations import largest
 
 from tierd.memory.persist import MAX_RECORD_BYTES
 from tierd.wire import codec, layout, limits, messages
-from tierd.wire.errors import ProtocolError
+from tierd.wire.errors import OutOfStepError, ProtocolError
 from tierd.wire.geometry import namespace_digest, namespace_record, read_namespace_record
 from tierd.wire.messages import CopyPart, Flush, Lookup, Message, Part, Restore
 
@@ -400,7 +400,7 @@ def test_a_message_over_the_limit_is_refused_at_both_ends() -> None:
     ("decoder", "message"),
     [
         (codec.FROM_CLIENT, {"op": "flush", "pages": 0}),
-        (codec.TO_CLIENT, {"op": "lookup_reply", "lengths": 0}),
+        (codec.TO_LIFELINE, {"op": "lookup_reply", "lengths": 0}),
         (codec.TO_LIFELINE, {"op": "status_reply", "data": 0}),
     ],
 )
@@ -416,6 +416,12 @@ def test_a_collection_that_only_claims_to_be_long_is_refused_without_room_for_it
 # --- frames -----------------------------------------------------------------------------------
 
 
+def cut(frames: codec.Frames, data: bytes) -> list[tuple[bytes, int]]:
+    """The frames that are whole with these bytes."""
+    frames.add(data)
+    return list(iter(frames.pop, None))
+
+
 @given(
     st.lists(st.tuples(st.binary(max_size=60), st.integers(0, limits.MAX_FDS)), max_size=6),
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
@@ -429,7 +435,7 @@ def test_frames_come_out_whole_however_the_stream_was_cut(
     at = turn = 0
     while at < len(stream):
         size = cuts[turn % len(cuts)]
-        received += frames.feed(stream[at : at + size])
+        received += cut(frames, stream[at : at + size])
         at, turn = at + size, turn + 1
     assert received == sent
     assert frames.pending == 0
@@ -438,9 +444,13 @@ def test_frames_come_out_whole_however_the_stream_was_cut(
 def test_an_unfinished_frame_is_pending() -> None:
     frames = codec.Frames()
     stream = codec.frame(b"payload")
-    assert list(frames.feed(stream[:-1])) == []
+    assert cut(frames, stream[:-1]) == []
+    assert not frames.ready
     assert frames.pending == len(stream) - 1
-    assert list(frames.feed(stream[-1:])) == [(b"payload", 0)]
+    frames.add(stream[-1:])
+    assert frames.ready
+    assert cut(frames, b"") == [(b"payload", 0)]
+    assert not frames.ready
 
 
 @pytest.mark.parametrize(
@@ -455,10 +465,12 @@ def test_an_oversized_frame_is_refused_at_its_header(header: tuple[int, int], re
     frames = codec.Frames()
     data = b"".join(n.to_bytes(4, "little") for n in header)
     good = codec.frame(b"before")
-    received = frames.feed(good + data)
-    assert next(received) == (b"before", 0)
-    with pytest.raises(ProtocolError, match=reason):
-        next(received)
+    frames.add(good + data)
+    assert frames.pop() == (b"before", 0)
+    for _ in range(2):  # and it stays so: nothing after it can be told apart
+        assert frames.ready
+        with pytest.raises(OutOfStepError, match=reason):
+            frames.pop()
 
 
 # --- the document -----------------------------------------------------------------------------

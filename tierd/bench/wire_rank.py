@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from tierd.channel import Channel
+from tierd.channel import Channel, close_all
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import TierdError
 from tierd.wire.layout import TICKETS, Segment, SegmentSpec
@@ -150,20 +150,24 @@ class WireRank:
         took_s = time.perf_counter() - started
         if reply is None:
             raise WireRankError("no answer to a lookup")
-        self._say(messages.Cancel(rid=rid))
+        self.lifeline.send(messages.Cancel(rid=rid))
         return took_s, max(reply.lengths, default=0)
 
     def ask(self, rid: str, keys: bytes) -> None:
         """Send a lookup."""
         self._request += 1
-        self._say(messages.Lookup(request=self._request, epoch="", rid=rid, pools=[0], keys=keys))
+        self.lifeline.send(
+            messages.Lookup(request=self._request, epoch="", rid=rid, pools=[0], keys=keys)
+        )
 
     def answer(self, timeout_s: float) -> messages.LookupReply | None:
         """The answer to a lookup; None: it has not come."""
-        while (message := self._next(timeout_s)) is not None:
+        for message, fds in self.lifeline.wait(timeout_s):
+            close_all(fds)
             if isinstance(message, messages.LookupReply):
                 return message
-            self._take(message)
+            if isinstance(message, messages.Error):
+                raise WireRankError(f"the daemon did not understand: {message.reason}")
         return None
 
     def read(self, timeout_s: float) -> None:

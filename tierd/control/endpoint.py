@@ -22,6 +22,8 @@ log = logging.getLogger("tierd.control")
 
 BACKLOG = 128
 QUEUED_MESSAGES = 10_000
+UNREAD_BYTES = 2 * limits.MAX_MESSAGE_BYTES
+"""Of answers that wait for whoever has asked to read them. Then he is given up."""
 PROBE_S = 2.0
 
 
@@ -95,7 +97,7 @@ class Endpoint:
                     os.getpid(),
                 )
                 return
-            channel = Channel(sock, codec.FROM_LIFELINE)
+            channel = Channel(sock, codec.FROM_LIFELINE, max_queued=UNREAD_BYTES)
             pid, uid, _ = channel.peer()
             if uid not in (os.getuid(), 0) and self._group not in channel.peer_groups():
                 log.warning("refused a connection of user %d (pid %d)", uid, pid)

@@ -6,7 +6,7 @@ lease. A load turns the lease into pins, which last until every rank's copier ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +89,7 @@ class Leases:
         pools: list[PagePool],
         *,
         now: float,
+        answer: Callable[[list[int]], None] = lambda _: None,
     ) -> list[int]:
         """Page counts at which a chain can be resumed, ascending, the same for every rank that
         asks the same. All the pages that they need are leased.
@@ -98,14 +99,18 @@ class Leases:
 
         Args:
             pools: Whose pages a boundary needs. At least one has no window.
+            answer: Told the counts as soon as they are known, before the rest is done: nobody has
+                to wait for that. If it raises, nothing more is leased.
         """
         lease = self._leases.get(rid)
         if lease is not None:
             if lease.pools == pools and lease.keys == keys:
                 lease.expires = now + self._lease_s
+                answer(lease.lengths)
                 return lease.lengths
             self._end(rid)
         if self._keys + len(keys) > self._max_keys:
+            answer([])
             return []
         whole = [pool for pool in pools if not pool.window]
         windowed = [pool for pool in pools if pool.window]
@@ -125,6 +130,7 @@ class Leases:
         for pool, slots in zip(windowed, windows, strict=True):
             lengths, needed = self._fit(pool, slots, lengths)
             held.append((pool, needed))
+        answer(lengths)
         if not lengths:
             return []
         held += [(pool, run[: lengths[-1]]) for pool, run in zip(whole, runs, strict=True)]

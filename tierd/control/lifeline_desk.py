@@ -1,9 +1,12 @@
-"""Lifelines: who comes in, what is said there (registrations, admin commands), and who is gone."""
+"""Lifelines: who comes in, what is said there (registrations, lookups, admin commands), and who is
+gone."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import select
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +16,16 @@ from tierd.channel import Channel, ChannelClosed, close_all
 from tierd.control.backups import STEP_PAGES
 from tierd.control.groups import Session
 from tierd.control.members import Members, refused
+from tierd.control.restore_desk import RestoreDesk
 from tierd.control.state import State
 from tierd.wire import messages
-from tierd.wire.errors import ProtocolError, TierdError
+from tierd.wire.errors import OutOfStepError, ProtocolError, TierdError
 
 log = logging.getLogger("tierd.control")
+
+
+MESSAGES_A_TURN, MESSAGES_A_LOOK = 64, 16
+"""Of one lifeline, that are handled before anything else gets a turn."""
 
 
 @dataclass(eq=False)
@@ -28,6 +36,7 @@ class Connection:
     """
 
     channel: Channel[messages.FromLifeline]
+    fd: int
     since: float
     session: Session | None = None
     known: bool = False
@@ -41,38 +50,73 @@ class LifelineDesk:
     """
 
     def __init__(
-        self, state: State, members: Members, snapshot: Callable[[float], dict[str, Any]]
+        self,
+        state: State,
+        members: Members,
+        restores: RestoreDesk,
+        snapshot: Callable[[float], dict[str, Any]],
     ) -> None:
         self._state = state
         self._members = members
+        self._restores = restores
         self._snapshot = snapshot
         self._connections: list[Connection] = []
+        # All of them in one: between two steps of other work a look at each would be too dear.
+        self._arrivals = select.epoll()
+        self._by_fd: dict[int, Connection] = {}
+        # Those that have said more than they have had a turn for.
+        self._unfinished: dict[Connection, None] = {}
         # Long work that may take its time: a step of the first one a turn.
         self._chores: deque[Iterator[None]] = deque()
 
-    @property
-    def channels(self) -> list[Channel[messages.FromLifeline]]:
-        """Those that are open."""
-        return [c.channel for c in self._connections if not c.channel.closed]
+    def fileno(self) -> int:
+        """Readable while a lifeline has something to read."""
+        return self._arrivals.fileno()
 
     @property
-    def closed(self) -> bool:
-        """Has a connection ended that `receive` has not taken note of?"""
-        return any(connection.channel.closed for connection in self._connections)
+    def unsent(self) -> list[int]:
+        """The descriptors of those that have not taken all that they are told."""
+        return [c.fd for c in self._connections if c.channel.wants_write]
+
+    @property
+    def waiting(self) -> bool:
+        """Is there something for `receive` that no descriptor tells of?"""
+        return bool(self._unfinished) or any(c.channel.closed for c in self._connections)
 
     def accept(self, now: float) -> None:
         """Let in whoever has connected."""
         for channel in self._state.endpoint.accept():
-            self._connections.append(Connection(channel, now))
+            fd = channel.fileno()
+            connection = self._by_fd[fd] = Connection(channel, fd, now)
+            self._connections.append(connection)
+            self._arrivals.register(fd, select.EPOLLIN)
 
     def receive(self, ready: set[Any], now: float) -> None:
         """Take in what has been said, and who is gone.
 
         Args: `ready`: descriptors that there is something to read from, or room to write to.
         """
+        for connection in self._heard() if self.fileno() in ready or self._unfinished else ():
+            self._receive(connection, MESSAGES_A_TURN, now)
         for connection in list(self._connections):
-            if connection.channel.closed or connection.channel.fileno() in ready:
-                self._receive(connection, now)
+            if connection.fd in ready:
+                with contextlib.suppress(ChannelClosed):
+                    connection.channel.flush()
+            if connection.channel.closed:
+                self._drop(connection, now)
+
+    def look(self, now: float) -> None:
+        """Between two steps of other work: answer what ranks have asked. Nobody comes or goes."""
+        for connection in self._heard():
+            if connection.session is not None:
+                self._receive(connection, MESSAGES_A_LOOK, now)
+
+    def _heard(self) -> list[Connection]:
+        """Those that have said something."""
+        known, arrived = self._by_fd, self._arrivals.poll(0)
+        # One that is not known has ended, and a process that is just being started still has it.
+        heard = dict.fromkeys(known[fd] for fd, _ in arrived if fd in known)
+        return list(heard | self._unfinished)
 
     def work(self) -> bool:
         """Do a step of what takes long. Returns: whether there is more to do."""
@@ -99,40 +143,79 @@ class LifelineDesk:
         for connection in self._connections:
             connection.channel.close()
         self._connections.clear()
+        self._by_fd.clear()
+        self._unfinished.clear()
+        self._arrivals.close()
 
-    def _receive(self, connection: Connection, now: float) -> None:
+    def _receive(self, connection: Connection, most: int, now: float) -> None:
+        """Handle so many messages. A connection that ends is closed, and dropped by `receive`."""
         channel = connection.channel
+        self._unfinished.pop(connection, None)
         try:
-            channel.flush()
-            for message, fds in channel.receive():
-                connection.known = True
-                try:
-                    self._handle(connection, message, fds, now)
-                except TierdError as error:
-                    close_all(fds)
-                    self._state.counters["errors"] += 1
-                    log.warning("refused: %s", error)
-                    channel.send(refused(error))
+            for _ in range(most):
+                self._receive_one(connection, now)
+                if not channel.has_message:
+                    return
+            self._unfinished[connection] = None
+        except ChannelClosed:
+            pass
+
+    def _receive_one(self, connection: Connection, now: float) -> None:
+        """Raises: ChannelClosed."""
+        channel, session = connection.channel, connection.session
+        try:
+            received = channel.next()
+            if received is None:
+                return
+            connection.known = True
+            message, fds = received
+            if isinstance(message, messages.Lookup | messages.Cancel):
+                close_all(fds)
+                self._answer(session, message, now)
+                return
+            try:
+                self._handle(connection, message, fds, now)
+            except TierdError as error:
+                close_all(fds)
+                self._state.counters["errors"] += 1
+                log.warning("refused: %s", error)
+                channel.send(refused(error))
         except ProtocolError as error:
+            if session is not None and session.welcomed and not isinstance(error, OutOfStepError):
+                channel.send(self._state.complaint(session, error))
+                return
             self._state.counters["errors"] += 1
             log.warning("closing a connection, whose other end is told why: %s", error)
-            with contextlib.suppress(ChannelClosed):
-                channel.send(refused(error))
-            self._drop(connection, now)
-        except ChannelClosed:
-            self._drop(connection, now)
+            channel.send(refused(error))
+            channel.close()
+
+    def _answer(
+        self, session: Session | None, message: messages.Lookup | messages.Cancel, now: float
+    ) -> None:
+        """Raises: ProtocolError: naming the field, or a stranger. ChannelClosed."""
+        if session is None or not session.welcomed:
+            raise ProtocolError("this connection is not registered: nothing is looked up for it")
+        self._state.counters["messages"] += 1
+        if isinstance(message, messages.Lookup):
+            self._restores.lookup(session, message, now)
+        else:
+            session.group.leases.cancel(message.rid)
+        self._state.presence.table.beat(time.monotonic())
 
     def _drop(self, connection: Connection, now: float) -> None:
         """A connection is over, and the rank behind it gone."""
         connection.channel.close()
         self._connections.remove(connection)
+        self._unfinished.pop(connection, None)
+        if self._by_fd.get(connection.fd) is connection:
+            del self._by_fd[connection.fd]
         if connection.session is not None:
             self._members.leave(connection.session, now)
 
     def _handle(
         self,
         connection: Connection,
-        message: messages.FromLifeline,
+        message: messages.Register | messages.AdminRequest,
         fds: list[int],
         now: float,
     ) -> None:

@@ -76,7 +76,7 @@ class Members:
                 raise ProtocolError(f"allocation {number} is smaller than its `size` {size}")
         group = self._state.groups.get(info.instance)
         old = group.sessions.get(info.rank) if group is not None else None
-        if old is not None and self._has_ended(old):
+        if old is not None and old.channel.ended:  # which we have yet to come to
             self.leave(old, now)
             group = self._state.groups.get(info.instance)
         if group is None:
@@ -176,13 +176,6 @@ class Members:
                 "`allocations` of a GPU have CUDA IPC handles, those of a host device have none"
             )
         return copier
-
-    def _has_ended(self, session: Session) -> bool:
-        """Did this rank's process close its end, although we have not handled that yet?"""
-        try:
-            return not session.channel.receive() and session.channel.closed
-        except (ChannelClosed, ProtocolError):
-            return True
 
     def attach(self, session: Session) -> None:
         """Have the rank's copier map its pools and the chunks that its shard lives in."""

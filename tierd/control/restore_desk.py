@@ -22,15 +22,22 @@ class RestoreDesk:
         self._state = state
 
     def lookup(self, session: Session, message: messages.Lookup, now: float) -> None:
-        """Answer a lookup.
+        """Answer a lookup, on the lifeline that it came from.
 
-        Raises: ProtocolError: naming the field.
+        Raises: ProtocolError: naming the field. ChannelClosed: the rank is gone.
         """
         group = session.group
         group.check_epoch(message.epoch)
         names = [session.pool_name(index) for index in message.pools]
         if all(session.info.pools[index].window for index in message.pools):
             raise ProtocolError(f"`pools` {names} all have a window; name one without, too")
+
+        def answer(lengths: list[int]) -> None:
+            lease_s = self._state.deadlines.lease_s
+            session.channel.send(
+                messages.LookupReply(request=message.request, lengths=lengths, lease_s=lease_s)
+            )
+
         lengths: list[int] = []
         refusing = self._state.paused or self._state.drain is not None
         if group.serving and not refusing and message.epoch == session.epoch:
@@ -40,12 +47,12 @@ class RestoreDesk:
                 Keys(message.keys),
                 [catalog.pools[name] for name in names],
                 now=now,
+                answer=answer,
             )
+        else:
+            answer(lengths)
         self._state.counters["lookups"] += 1
         self._state.counters["lookup_hits"] += bool(lengths)
-        lease_s = self._state.deadlines.lease_s
-        reply = messages.LookupReply(request=message.request, lengths=lengths, lease_s=lease_s)
-        self._state.endpoint.send(session.routing_id, reply)
         if lengths:
             group.leases.note_use(message.rid, self._state.next_tick())
 

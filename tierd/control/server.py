@@ -20,7 +20,6 @@ from typing import Any
 
 import zmq
 
-from tierd.channel import Channel
 from tierd.config import ServeConfig
 from tierd.control import status
 from tierd.control.backup_desk import BackupDesk
@@ -132,7 +131,7 @@ class Control:
         self._backups = BackupDesk(self._state)
         self._restores = RestoreDesk(self._state)
         self._copiers = CopierDesk(self._state, self._members, self._restores)
-        self._lifelines = LifelineDesk(self._state, self._members, self._status)
+        self._lifelines = LifelineDesk(self._state, self._members, self._restores, self._status)
         self._next_tick = 0.0
         self._wake_out, self._wake_in = socket.socketpair()
 
@@ -272,15 +271,17 @@ class Control:
         wanted: list[tuple[Any, int]] = [
             (self._state.endpoint.router, zmq.POLLIN),
             (self._state.endpoint.listener.fileno(), zmq.POLLIN),
+            (self._lifelines.fileno(), zmq.POLLIN),
             (self._wake_out.fileno(), zmq.POLLIN),
         ]
-        for channel in self._channels():
-            wants = zmq.POLLIN | (zmq.POLLOUT if channel.wants_write else 0)
-            wanted.append((channel.fileno(), wants))
+        wanted += [(fd, zmq.POLLOUT) for fd in self._lifelines.unsent]
         for copier in self._state.copiers.values():
+            if copier.channel is not None:
+                wants = zmq.POLLIN | (zmq.POLLOUT if copier.channel.wants_write else 0)
+                wanted.append((copier.channel.fileno(), wants))
             if copier.state is CopierState.ENDING:
                 wanted.append((copier.pidfd, zmq.POLLIN))
-        if self._lifelines.closed:
+        if self._lifelines.waiting:
             patience_s = 0.0
         ready = {what for what, _ in zmq.zmq_poll(wanted, int(patience_s * 1000))}
         if self._wake_out.fileno() in ready:
@@ -303,12 +304,6 @@ class Control:
             or bool(state.abandoned())
         )
 
-    def _channels(self) -> Iterator[Channel[Any]]:
-        yield from self._lifelines.channels
-        for copier in self._state.copiers.values():
-            if copier.channel is not None:
-                yield copier.channel
-
     def _receive(self, ready: set[Any], now: float) -> None:
         endpoint = self._state.endpoint
         for copier in self._state.copiers.values():
@@ -323,6 +318,7 @@ class Control:
 
     def _look(self, now: float) -> None:
         """Between two steps of long work: answer what clients have asked."""
+        self._lifelines.look(now)
         if self._state.endpoint.heard:
             self._receive_clients(MESSAGES_A_STEP, now)
 
@@ -340,14 +336,10 @@ class Control:
             message = codec.FROM_CLIENT.decode(data)
             if isinstance(message, messages.Flush):
                 self._backups.flush(session, message, now)
-            elif isinstance(message, messages.Lookup):
-                self._restores.lookup(session, message, now)
             elif isinstance(message, messages.Restore):
                 self._restores.restore(session, message, now)
             elif isinstance(message, messages.Supply):
                 self._backups.supply(session, message)
-            elif isinstance(message, messages.Cancel):
-                session.group.leases.cancel(message.rid)
             else:
                 self._members.reset(session, message)
         except ProtocolError as error:

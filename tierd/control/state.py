@@ -104,9 +104,15 @@ class State:
         return self._tick
 
     def complain(self, route: bytes, error: ProtocolError) -> None:
-        """Tell a client that what it has sent makes no sense. The log has the first such message of
-        each, the second, the fourth, the eighth ...: one that babbles must not fill it."""
-        session = self.by_route.get(route)
+        """Tell whoever has sent it by ZeroMQ that a message makes no sense."""
+        self.endpoint.send(route, self.complaint(self.by_route.get(route), error))
+
+    def complaint(self, session: Session | None, error: ProtocolError) -> messages.Error:
+        """Take note of a message that makes no sense. The log has the first of a rank, the second,
+        the fourth, the eighth ...: one that babbles must not fill it.
+
+        Returns: what its sender is to be told.
+        """
         self.counters["errors"] += 1
         if session is not None:
             number = session.bad_messages = session.bad_messages + 1
@@ -121,7 +127,7 @@ class State:
                 who,
                 error,
             )
-        self.endpoint.send(route, messages.Error(reason=str(error)))
+        return messages.Error(reason=str(error))
 
     def new_job(
         self,

@@ -7,14 +7,13 @@ oversized frame's header.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from operator import add
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from tierd.wire import limits, messages
-from tierd.wire.errors import ProtocolError
+from tierd.wire.errors import OutOfStepError, ProtocolError
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -183,39 +182,51 @@ def frame(data: bytes, fds: int = 0) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream into frames.
-
-    Raises: ProtocolError from `feed` when a frame announces more than the limit: the stream is
-        then out of step and the connection must be closed.
-    """
+    """Cuts a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[tuple[bytes, int]]:
-        """Yields each complete frame: its payload, and how many descriptors belong to it.
-
-        Raises: ProtocolError: as the class says.
-        """
+    def add(self, data: bytes | memoryview) -> None:
+        """The next bytes of the stream."""
         self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
-            length, fds = _HEADER.unpack_from(self._buffer)
-            if length > limits.MAX_MESSAGE_BYTES:
-                raise ProtocolError(
-                    f"frame of {length} bytes is over the limit of {limits.MAX_MESSAGE_BYTES}"
-                )
-            if fds > limits.MAX_FDS:
-                raise ProtocolError(f"frame with {fds} descriptors; the limit is {limits.MAX_FDS}")
-            end = _HEADER.size + length
-            if len(self._buffer) < end:
-                return
-            payload = bytes(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            yield payload, fds
+
+    @property
+    def ready(self) -> bool:
+        """Has `pop` something to say?"""
+        buffer = self._buffer
+        if len(buffer) < _HEADER.size:
+            return False
+        length, fds = _HEADER.unpack_from(buffer)
+        over = length > limits.MAX_MESSAGE_BYTES or fds > limits.MAX_FDS
+        return bool(over or len(buffer) >= _HEADER.size + length)
+
+    def pop(self) -> tuple[bytes, int] | None:
+        """The next frame: its payload, and how many descriptors belong to it. None: it has not
+        come as a whole.
+
+        Raises: OutOfStepError: it announces more than the limit.
+        """
+        buffer = self._buffer
+        if len(buffer) < _HEADER.size:
+            return None
+        length, fds = _HEADER.unpack_from(buffer)
+        if length > limits.MAX_MESSAGE_BYTES:
+            raise OutOfStepError(
+                f"frame of {length} bytes is over the limit of {limits.MAX_MESSAGE_BYTES}"
+            )
+        if fds > limits.MAX_FDS:
+            raise OutOfStepError(f"frame with {fds} descriptors; the limit is {limits.MAX_FDS}")
+        end = _HEADER.size + length
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[_HEADER.size : end])
+        del buffer[:end]
+        return payload, fds
 
     @property
     def pending(self) -> int:
-        """Bytes of an unfinished frame."""
+        """Bytes that have not been popped."""
         return len(self._buffer)
 
 

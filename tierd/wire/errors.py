@@ -21,6 +21,10 @@ class ProtocolError(TierdError):
         super().__init__(line)
 
 
+class OutOfStepError(ProtocolError):
+    """A stream of messages that cannot be told apart any more. The connection must end."""
+
+
 class RefusedError(TierdError):
     """The other side understood a request and refused it. The text says why and what to do."""
 

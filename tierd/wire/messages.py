@@ -6,9 +6,9 @@ dump of the wire reads by itself; bulk data (keys, slots) travels as blobs.
 
 Three conversations use them:
 
-- client and control over the lifeline (`FromLifeline`, `ToLifeline`), rare, with file descriptors
-  beside; admin commands speak it, too;
-- client and control over ZeroMQ (`FromClient`, `ToClient`), the hot path;
+- client and control over the lifeline (`FromLifeline`, `ToLifeline`), with file descriptors beside:
+  registration, and what somebody waits for; admin commands speak it, too;
+- client and control over ZeroMQ (`FromClient`, `ToClient`), all that nobody waits for;
 - control and a copier over a socket pair (`ToCopier`, `FromCopier`).
 """
 
@@ -124,7 +124,25 @@ class PauseRequest(Message, frozen=True, tag="pause"):
     paused: bool
 
 
-FromLifeline = Register | StatusRequest | ClearRequest | PauseRequest
+class Lookup(Message, frozen=True, tag="lookup"):
+    """At which page counts of this chain can a request resume, as far as these pools go? A hit
+    leases its pages for the group. At least one of the pools must have window 0."""
+
+    request: U63
+    epoch: OptionalName
+    rid: Name
+    pools: Annotated[list[PoolIndex], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+    keys: bytes
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """The request will not load: its lease ends."""
+
+    rid: Name
+
+
+AdminRequest = StatusRequest | ClearRequest | PauseRequest
+FromLifeline = Register | Lookup | Cancel | AdminRequest
 
 
 # --- lifeline: control -> client --------------------------------------------------------------
@@ -170,7 +188,23 @@ class Done(Message, frozen=True, tag="done"):
     detail: dict[str, int]
 
 
-ToLifeline = Welcome | CopierReplaced | PresenceReplaced | Refused | Status | Done
+class LookupReply(Message, frozen=True, tag="lookup_reply"):
+    """`lengths`: restorable page counts, ascending; empty is a miss. The lease lasts `lease_s`."""
+
+    request: U63
+    lengths: list[PageCount]
+    lease_s: float
+
+
+class Error(Message, frozen=True, tag="error"):
+    """The answer to a message that makes no sense. The session goes on."""
+
+    reason: Text
+
+
+ToLifeline = (
+    Welcome | CopierReplaced | PresenceReplaced | LookupReply | Error | Refused | Status | Done
+)
 
 
 # --- hot path: client -> control (ZeroMQ) -----------------------------------------------------
@@ -221,17 +255,6 @@ class Flush(Message, frozen=True, tag="flush"):
     digits: str = ""
 
 
-class Lookup(Message, frozen=True, tag="lookup"):
-    """At which page counts of this chain can a request resume, as far as these pools go? A hit
-    leases its pages for the group. At least one of the pools must have window 0."""
-
-    request: U63
-    epoch: OptionalName
-    rid: Name
-    pools: Annotated[list[PoolIndex], Meta(min_length=1, max_length=limits.MAX_POOLS)]
-    keys: bytes
-
-
 class RestoreItem(Struct, array_like=True, frozen=True):
     """One request's pages in all its pools, restored all or not at all."""
 
@@ -253,12 +276,6 @@ class Restore(Message, frozen=True, tag="restore"):
     keys: bytes
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
-    """The request will not load: its lease ends."""
-
-    rid: Name
-
-
 class Supply(Message, frozen=True, tag="supply"):
     """The answer to `Need`: all pages before a backup's first one, of the pools without a window.
     Without parts: this rank cannot name them any more."""
@@ -278,7 +295,7 @@ class Reset(Message, frozen=True, tag="reset"):
     next_seq: U63
 
 
-FromClient = Flush | Lookup | Restore | Cancel | Supply | Reset
+FromClient = Flush | Restore | Supply | Reset
 
 
 # --- hot path: control -> client (ZeroMQ) -----------------------------------------------------
@@ -298,21 +315,7 @@ class Need(Message, frozen=True, tag="need"):
     seq: U63
 
 
-class LookupReply(Message, frozen=True, tag="lookup_reply"):
-    """`lengths`: restorable page counts, ascending; empty is a miss. The lease lasts `lease_s`."""
-
-    request: U63
-    lengths: list[PageCount]
-    lease_s: float
-
-
-class Error(Message, frozen=True, tag="error"):
-    """The answer to a message that makes no sense. The session goes on."""
-
-    reason: Text
-
-
-ToClient = Acks | Need | LookupReply | Error
+ToClient = Acks | Need | Error
 
 
 # --- control -> copier ------------------------------------------------------------------------
