@@ -21,7 +21,7 @@ LOOK = 8
 """Keys that are looked up one by one before the next ones are expected in the slots that follow."""
 LONGEST_SEARCH = 256
 """Where none of some keys is here, so many of the next ones are looked up one by one at most."""
-FIRST_RUN, LONGEST_RUN = 64, 4096
+FIRST_RUN, LONGEST_RUN = 128, 4096
 """Keys that are compared at once with those of a run of slots, at first and at most."""
 _WORDS = KEY_BYTES // 8
 
@@ -147,7 +147,7 @@ class KeyIndex:
         # Slots that were looked up one by one, and before them whole runs.
         single: list[int] = []
         found: list[Slots] = []
-        at, look = 0, LOOK
+        at, look = 0, 1
         while at < count:
             first, end = at * KEY_BYTES, min(at + look, count) * KEY_BYTES
             some = [
@@ -161,32 +161,42 @@ class KeyIndex:
             single += some
             start = some[0]
             if start == MISSING:
-                look = min(2 * look, LONGEST_SEARCH)
+                look = max(LOOK, min(2 * look, LONGEST_SEARCH))
                 continue
             look = LOOK
             follow = start + len(some)
-            if some == list(range(start, follow)):
-                run = self._run(keys, at, follow)
-                found += (np.array(single, np.int64), np.arange(follow, follow + run))
+            if some == list(range(start, follow)) and (run := self._run(keys, at, follow)):
+                del single[-len(some) :]
+                if single:
+                    found.append(np.array(single, np.int64))
+                found.append(np.arange(start, follow + run))
                 single = []
                 at += run
-        return np.concatenate((*found, np.array(single, np.int64)))
+        if single or not found:
+            found.append(np.array(single, np.int64))
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _run(self, keys: Keys, at: int, slot: int) -> int:
         """How many keys from number `at` on lie in the slots from `slot` on, one after the
         other."""
         most = min(len(keys) - at, len(self._used) - slot)
-        rows, run, look = keys.rows, 0, FIRST_RUN
+        blob, run, look = keys.blob, 0, FIRST_RUN
         while run < most:
             look = min(look, most - run)
             here = slice(slot + run, slot + run + look)
-            same = (self._keys[here] == rows[at + run : at + run + look]).ravel()
-            alike = look if same.all() else int(same.argmin()) // _WORDS
-            used = self._used[here][:alike]
-            if not used.all():
-                alike = int(used.argmin())
-            run += alike
-            if alike < look:
-                break
+            first = (at + run) * KEY_BYTES
+            # As bytes: of a few keys, that is a fraction of what any array operation costs.
+            mine, theirs = self._keys[here].tobytes(), blob[first : first + look * KEY_BYTES]
+            unused = self._used[here].tobytes().find(0)
+            if mine != theirs or unused >= 0:
+                alike = _alike(mine, theirs)
+                return run + (alike if unused < 0 else min(alike, unused))
+            run += look
             look = min(4 * look, LONGEST_RUN)
         return run
+
+
+def _alike(one: bytes, other: bytes) -> int:
+    """How many keys two blobs of one length begin with in common."""
+    same = np.frombuffer(one, np.uint64) == np.frombuffer(other, np.uint64)
+    return len(same) // _WORDS if same.all() else int(same.argmin()) // _WORDS

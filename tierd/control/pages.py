@@ -31,6 +31,7 @@ from tierd.wire.limits import KEY_BYTES
 SPAN = 4096
 """Slots whose keys are named at a time."""
 
+_COMMITTED = bytes([COMMITTED])
 _SPOILED = 3
 """A slot whose page has gone, though somebody still holds it. Its header says FREE."""
 
@@ -222,8 +223,9 @@ class PagePool:
     def prefix(self, keys: Keys) -> Slots:
         """Slots of the longest run of committed pages from the first key on. Shape: (run,)."""
         found = self._index.prefix(keys)
-        missing = np.flatnonzero(self._state[found] != COMMITTED)
-        return found[: missing[0]] if len(missing) else found
+        states = self._state[found].tobytes()
+        run = len(states) - len(states.lstrip(_COMMITTED))
+        return found if run == len(states) else found[:run]
 
     def touch(self, slots: Slots, now: int) -> None:
         """A chain was used. Its order also teaches predecessors that were not known before."""
@@ -275,8 +277,9 @@ class PagePool:
 
     def hold(self, slots: Slots) -> None:
         """Keep pages from eviction until as many calls of `release`. One may be named twice."""
-        self._held += len(_distinct(slots[self._holds[slots] == 0]))
-        self._holds[slots] += 1
+        holds = self._holds[slots]
+        self._held += len(_distinct(slots[holds == 0]))
+        self._holds[slots] = holds + 1
 
     def release(self, slots: Slots) -> None:
         """Undo a `hold` of these pages."""
