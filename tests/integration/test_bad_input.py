@@ -414,8 +414,8 @@ def test_digits_and_bytes_name_the_same_pages(guest: Guest) -> None:
     guest.enter()
     blob = b"".join(keys("z", 2))
     assert guest.kept(guest.flush(1, 2, keys=b"", digits=blob.hex().upper()))
-    guest.say(raw(a_lookup(keys=blob)))
-    reply = guest.hear()
+    guest.channel.send(a_lookup(keys=blob))
+    reply = guest.answer()
     assert isinstance(reply, messages.LookupReply)
     assert reply.lengths == [1, 2]
 

@@ -98,6 +98,8 @@ class LifelineDesk:
         """
         for connection in self._heard() if self.fileno() in ready or self._unfinished else ():
             self._receive(connection, MESSAGES_A_TURN, now)
+            if connection.channel.closed:
+                self._drop(connection, now)  # before anybody else comes, who may take its place
         for connection in list(self._connections):
             if connection.fd in ready:
                 with contextlib.suppress(ChannelClosed):
@@ -114,6 +116,8 @@ class LifelineDesk:
     def _heard(self) -> list[Connection]:
         """Those that have said something."""
         known, arrived = self._by_fd, self._arrivals.poll(0)
+        if len(arrived) > 1:  # deaths come first
+            arrived.sort(key=lambda arrival: arrival[1] & select.EPOLLHUP, reverse=True)
         # One that is not known has ended, and a process that is just being started still has it.
         heard = dict.fromkeys(known[fd] for fd, _ in arrived if fd in known)
         return list(heard | self._unfinished)
