@@ -28,7 +28,7 @@ _FD = array.array("i").itemsize
 _SO_PEERGROUPS = 59
 """asm-generic/socket.h, since Linux 4.13: x86-64 and AArch64."""
 _READ = 1 << 18
-_READS = 64
+READS = 64
 """Reads in one `receive`: a sender that never pauses must not hold the loop's other work back."""
 _QUEUED_BYTES = 512
 """What a queued message costs beside its own bytes: many small ones are memory, too."""
@@ -171,13 +171,12 @@ class Channel(Generic[T]):
         """
         messages: list[tuple[T, list[int]]] = []
         try:
-            more = True
-            for _ in range(_READS):
-                while (message := self._pop()) is not None:
-                    messages.append(message)
+            messages.extend(iter(self._pop, None))
+            for _ in range(READS):
+                more = self._read()
+                messages.extend(iter(self._pop, None))
                 if not more:
                     break
-                more = self._read()
         except ProtocolError:
             for _, fds in messages:
                 close_all(fds)
@@ -196,17 +195,19 @@ class Channel(Generic[T]):
             ChannelClosed: end of file, and nothing before it was left unread.
             ProtocolError: it makes no sense; those after it may, unless it is an OutOfStepError.
         """
-        more = True
+        message = self._pop()
         try:
-            for _ in range(_READS):
-                message = self._pop()
-                if message is not None or not more:
-                    return message
+            for _ in range(READS):
+                if message is not None:
+                    break
                 more = self._read()
+                message = self._pop()
+                if not more:
+                    break
         except ChannelClosed:
             self.close()
             raise
-        return None
+        return message
 
     def _pop(self) -> tuple[T, list[int]] | None:
         """The next message of those that have been read. Raises: ProtocolError: as `next`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import threading
 import tracemalloc
@@ -15,7 +16,7 @@ from descriptors import descriptors_left, open_descriptors, opened_since
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.channel import READS, Channel, ChannelClosed, close_all
 from tierd.wire import codec, limits
 from tierd.wire.errors import OutOfStepError, ProtocolError
 from tierd.wire.messages import AddChunk, Done, ToLifeline
@@ -184,6 +185,21 @@ def test_waiting_writes_what_is_still_queued(ends: Ends) -> None:
     assert [message for message, _ in writer.wait(PATIENCE_S)] == [note(2)]
     assert not writer.wants_write
     thread.join()
+
+
+@pytest.mark.parametrize("count", [READS - 1, READS, READS + 1])
+def test_what_has_been_read_is_not_kept_for_later(ends: Ends, count: int) -> None:
+    writer, reader = ends
+    kept = memory("kept")
+    for number in range(count):  # a read for each of them, because of its descriptor
+        writer.send(note(number), [kept])
+    received: list[ToLifeline] = []
+    while select.select([reader], [], [], 0)[0]:
+        for message, fds in reader.receive():
+            received.append(message)
+            close_all(fds)
+    assert received == [note(number) for number in range(count)]
+    os.close(kept)
 
 
 def test_a_sender_that_never_pauses_is_read_in_turns(ends: Ends) -> None:
