@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_harness import DEADLINE_S, Daemon, prompt
+from sglang_harness import DEADLINE_S, Daemon, prompt, until
 from sglang_users import ENGINES, LARGE
 from tierd_client.bench.scheduler_tree import SchedulerTree, TierName
 from tierd_client.sglang.tree_engine import TreeEngine
@@ -252,6 +252,8 @@ def test_no_call_of_the_scheduler_waits_for_the_gpu(
         engine.serve(f"first{seed}", prompt(seed, 192))
     engine.drain()
     engine.evict(window_tokens=EVERYTHING, states=EVERYTHING)
+    # Lookups miss until a watchdog could release whoever waits for a layer.
+    until(engine.linker.client._restores.may_start, "the watchdog is armed")
     for seed in range(4):
         again = engine.serve(f"again{seed}", [*prompt(seed, 192), 1])
         assert again.loaded

@@ -34,7 +34,8 @@ def running_daemon(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A real `tierd serve` with these flags, from its ready line to its clean end.
 
-    Raises: DemoFailedError: it never got ready, or its end was not clean.
+    Raises: DemoFailedError: it never got ready, or its end was not clean. To one that comes from
+        inside it adds what the daemon has said.
     """
     command = [sys.executable, "-m", "tierd", "serve", "--socket", str(socket), *flags]
     started: list[subprocess.Popen[bytes]] = []
@@ -42,7 +43,13 @@ def running_daemon(
         _start(command, log, started)
         (daemon,) = started
         _await_ready(daemon, log)
-        yield daemon
+        try:
+            yield daemon
+        except DemoFailedError as error:
+            said = _tail(log)
+            raise DemoFailedError(
+                f"{error}\nthe daemon's log:\n{said}" if said else str(error)
+            ) from error
     finally:
         _end(started)
     if daemon.returncode != 0:

@@ -317,8 +317,8 @@ def _timed(tree: SchedulerTree, method: str, samples: Samples) -> Iterator[None]
 
 
 def client_memory(device: str, socket: str) -> dict[str, int]:
-    """What a process that has served a request without a tier grows by when it gets a linker of
-    tierd's, in bytes.
+    """What a process that has served a request without a tier, and evicted it, grows by when it
+    gets a linker of tierd's, in bytes.
 
     Call before anything of the client is in use. Returns: `private_bytes`, the growth of its own
     memory that it has written to; `code_bytes`, that of files that it has mapped and nobody else
@@ -334,6 +334,8 @@ def client_memory(device: str, socket: str) -> dict[str, int]:
         tree.admit(request)
         tree.finish(request)
         tree.submit()
+        tree.drain()
+        tree.evict_all()
         tree.settle()
     before = _memory()
     with SchedulerTree("tierd", shape, socket):

@@ -98,11 +98,7 @@ class Soak:
         if len(self._pending) + STEP_BACKUPS <= MAX_PENDING:
             self._offer()
         self.client.flush()
-        for ack in self.client.acks():
-            number = self._pending.popleft()
-            if ack.kept:
-                self.counts.kept += 1
-                self._recent.append(number)
+        self._take_acks()
         for n in range(STEP_LOOKUPS):
             self._look_up(n)
 
@@ -110,8 +106,14 @@ class Soak:
         """Wait for the acks that are still to come."""
         while self._pending:
             self.client.flush()
-            for _ in self.client.acks():
-                self._pending.popleft()
+            self._take_acks()
+
+    def _take_acks(self) -> None:
+        for ack in self.client.acks():
+            number = self._pending.popleft()
+            if ack.kept:
+                self.counts.kept += 1
+                self._recent.append(number)
 
     def _offer(self) -> None:
         """What nobody has seen, in places that no backup is reading."""

@@ -10,11 +10,10 @@ import logging
 import sys
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import attrgetter, itemgetter
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, compress, islice
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -24,7 +23,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from tierd.wire.errors import ConfigError, RefusedError
 from tierd_client.client import TierClient
 from tierd_client.outbox import Need
-from tierd_client.pools import PoolPages
+from tierd_client.pools import PageKeys, PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
 from tierd_client.sglang.group import Offer, agree, group_of, host_id
@@ -41,12 +40,6 @@ _FAILED_HERE = -1
 """In place of its pages: an `offload()` that the client was not told of."""
 _NAMES: dict[Any, str] = {name: str(name.value) for name in PoolName}
 
-_Transfer: TypeAlias = tuple[str, Sequence[str], torch.Tensor]
-"""A pool's name, and the keys and token slots of its pages."""
-_FIELDS = attrgetter("name._value_", "keys", "device_indices")
-"""Of SGLang's `PoolTransfer`."""
-_KEYS = itemgetter(1)
-
 
 class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`linker_extra_config` of `--unified-cache-external-linker-config`.
@@ -60,6 +53,33 @@ class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str | None = None
     arena: bool = True
     lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=600.0)] = 0.2
+
+
+@dataclass
+class _Queued:
+    """What `offload()` has been given, by columns. A transfer is read while it is new: later in the
+    step the processor's caches hold something else.
+
+    Attributes:
+        names, keys, slots: Of each transfer: its pool, its pages' keys and their token slots.
+        counts: How many transfers each call had.
+    """
+
+    names: list[Any] = field(default_factory=list)
+    keys: list[PageKeys] = field(default_factory=list)
+    slots: list[torch.Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def with_pages(self) -> _Queued:
+        """Without the transfers that have no pages."""
+        there = list(map(bool, self.keys))
+        rest = iter(there)
+        return _Queued(
+            list(compress(self.names, there)),
+            list(compress(self.keys, there)),
+            list(compress(self.slots, there)),
+            [sum(islice(rest, count)) for count in self.counts],
+        )
 
 
 @dataclass
@@ -138,11 +158,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._page_tokens = self.pools[PoolName.KV].page_tokens
         self.stats = LinkerStats()
         self.layer_done_counter = RestoreCounter(found.num_layers)
-        # What `offload()` has been given since it was sent last: the number of transfers at each
-        # call, and what counts of each transfer. That is read while it is new: later in the step
-        # the processor's caches hold something else.
-        self._queued: list[int] = []
-        self._transfers: list[_Transfer] = []
+        self._queued = _Queued()
         # The pages of each `offload()` whose result the tree waits for, in order.
         self._outstanding: deque[int] = deque()
         self._results: deque[bool] = deque()
@@ -176,8 +192,12 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
-        self._transfers += [*map(_FIELDS, transfers)]
-        self._queued.append(len(transfers))
+        queued = self._queued
+        for transfer in transfers:
+            queued.names.append(transfer.name)
+            queued.keys.append(transfer.keys)
+            queued.slots.append(transfer.device_indices)
+        queued.counts.append(len(transfers))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -195,7 +215,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Send what was queued now: the step is over. Without the plugin nobody calls this."""
-        if self._queued:
+        if self._queued.counts:
             self._send_queued()
             self.client.flush()
 
@@ -204,21 +224,21 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._results.popleft()
 
     def _send_queued(self) -> None:
-        if not self._queued:
+        if not self._queued.counts:
             return
-        counts, self._queued = self._queued, []
-        transfers, self._transfers = self._transfers, []
-        pages = [len(transfers[i][1]) for i in accumulate(counts[:-1], initial=0)]
+        queued, self._queued = self._queued, _Queued()
+        counts = queued.counts
+        pages = [len(queued.keys[first]) for first in accumulate(counts[:-1], initial=0)]
         self.stats.offered += sum(pages)
         if self._weights_are_stale:
             self._outstanding.extend([_FAILED_HERE] * len(counts))
             return
         origins = self._tree.origins(pages, self._page_tokens)
-        if not all(map(_KEYS, transfers)):
-            counts, transfers = _with_pages(counts, transfers)
-        names, keys, slots = zip(*transfers, strict=True) if transfers else ((), (), ())
-        parts = self.client.parts(names, list(keys), list(slots))
-        self.client.backup_nodes(parts, counts, *origins)
+        if not all(queued.keys):
+            queued = queued.with_pages()
+        names = [_NAMES[name] for name in queued.names]
+        parts = self.client.parts(names, queued.keys, queued.slots)
+        self.client.backup_nodes(parts, queued.counts, *origins)
         self._outstanding.extend(pages)
 
     def _supply(self, need: Need) -> None:
@@ -320,8 +340,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         self._loads.clear()
         self.layer_done_counter.reset()
-        self._queued.clear()
-        self._transfers.clear()
+        self._queued = _Queued()
         self._outstanding.clear()
         self._results.clear()
         self.client.reset()
@@ -332,8 +351,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         weights.unwatch(self)
         self._loads.clear()
         self.layer_done_counter.reset()
-        self._queued.clear()
-        self._transfers.clear()
+        self._queued = _Queued()
         self.client.close()
 
 
@@ -342,12 +360,6 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
         return msgspec.convert(dict(extra_config), LinkerConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"linker_extra_config: {error}") from None
-
-
-def _with_pages(counts: list[int], transfers: list[_Transfer]) -> tuple[list[int], list[_Transfer]]:
-    """Without the transfers that have no pages: how many are left of each call, and which."""
-    rest = map(bool, map(_KEYS, transfers))
-    return [sum(islice(rest, n)) for n in counts], [each for each in transfers if _KEYS(each)]
 
 
 def _kv_pages(prefix: Prefix) -> PoolPages:
