@@ -52,6 +52,18 @@ def test_a_chunk_that_was_used_since_is_not_taken_for_cold() -> None:
     assert next(chunks.ages.coldest()) == (3, 2)
 
 
+def test_where_all_have_been_used_since_there_is_an_answer_all_the_same() -> None:
+    chunks = Chunks(MANY)
+    for ordinal in range(MANY):
+        chunks.used[ordinal] += MANY
+    for _ in range(2 * MANY // LOOKS):
+        named = list(chunks.ages.coldest({0, 1}))
+        assert len(named) >= LOOKS
+        assert named == sorted(set(named))
+        assert all(chunks.used[ordinal] == age for age, ordinal in named)
+        assert not {0, 1} & {ordinal for _, ordinal in named}
+
+
 def test_a_chunk_that_has_become_empty_is_found_when_its_turn_comes() -> None:
     chunks = Chunks(MANY)
     chunks.used[MANY - 1] = 0

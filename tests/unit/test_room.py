@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import LARGE, Machine
 
 from tierd.control.catalog import Catalog
+from tierd.control.chunk_ages import LOOKS
 from tierd.control.copiers import CopierState
 from tierd.control.keys import Keys
 from tierd.control.stock import PINNED_AT_ONCE
@@ -323,6 +324,19 @@ def test_a_pool_that_has_nothing_takes_the_coldest_chunk_of_another(
     machine.fill(new, poor.free_slots)
     assert machine.make_room(new) is True
     assert machine.told == [], "it has pages of its own to evict"
+
+
+def test_a_pool_that_has_nothing_takes_from_one_that_has_had_all_of_many_chunks(
+    machines: list[Machine],
+) -> None:
+    many = 3 * LOOKS
+    machine = make(machines, chunks=many)
+    old, full = machine.pool()
+    machine.grow(old, many)
+    new, pool = machine.pool()
+    assert machine.make_room(new) is True, "whatever the other's chunks were when one last looked"
+    assert full.pages == (many - 1) * LARGE.chunk_slots
+    assert pool.free_slots == LARGE.chunk_slots
 
 
 def test_chunks_move_to_the_pool_that_evicts_from_the_one_with_older_pages(

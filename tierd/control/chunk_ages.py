@@ -21,7 +21,9 @@ class ChunkAges:
 
     A chunk that was used since somebody has looked at it seems colder than it is, and is looked at
     again before it is named. One whose latest pages have gone since seems warmer; it is found out
-    when its turn comes. Of up to LOOKS chunks everything is known at every question.
+    when its turn comes. Of up to LOOKS chunks everything is known at every question. Of more, all
+    of which may have been used since, it is the coldest of those just looked at that are named:
+    while there is a chunk there is an answer.
 
     Args: `look`: the last use of a chunk as it is now, 0 if it is empty.
     """
@@ -44,8 +46,10 @@ class ChunkAges:
         """(last use, ordinal) of the chunks that were used least recently, the coldest first; of
         many only a few."""
         here = np.flatnonzero(self._ages != _ABSENT)
+        here = here[~np.isin(here, list(but))]
+        seen: dict[int, int] = {}
         for ordinal in np.roll(here, -int(here.searchsorted(self._next)))[:LOOKS].tolist():
-            self._ages[ordinal] = self._look(ordinal)
+            self._ages[ordinal] = seen[ordinal] = self._look(ordinal)
             self._next = ordinal + 1
         left = self._ages.copy()
         left[list(but)] = _ABSENT
@@ -57,5 +61,7 @@ class ChunkAges:
             if age <= left[ordinal]:
                 yield age, ordinal
                 left[ordinal] = _ABSENT
+                seen.pop(ordinal, None)
             else:
-                left[ordinal] = self._ages[ordinal] = age
+                left[ordinal] = self._ages[ordinal] = seen[ordinal] = age
+        yield from sorted((age, ordinal) for ordinal, age in seen.items())
