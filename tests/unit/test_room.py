@@ -15,12 +15,14 @@ from machines import LARGE, Machine
 from tierd.control.catalog import Catalog
 from tierd.control.chunk_ages import LOOKS
 from tierd.control.copiers import CopierState
-from tierd.control.keys import Keys
+from tierd.control.keys import MISSING, Keys
 from tierd.control.stock import PINNED_AT_ONCE
-from tierd.wire.geometry import CHUNK_BYTES
+from tierd.wire.geometry import CHUNK_BYTES, host_layout
 from tierd.wire.messages import AddChunk, DropChunk
 
 CHUNK = "/memfd:tierd-chunk-"
+SMALL = host_layout([64 << 10])
+"""About a thousand slots a chunk: a long prompt of one-token pages takes many."""
 
 
 @pytest.fixture(autouse=True)
@@ -337,6 +339,41 @@ def test_a_pool_that_has_nothing_takes_from_one_that_has_had_all_of_many_chunks(
     assert machine.make_room(new) is True, "whatever the other's chunks were when one last looked"
     assert full.pages == (many - 1) * LARGE.chunk_slots
     assert pool.free_slots == LARGE.chunk_slots
+
+
+def test_a_pool_that_has_nothing_takes_the_end_of_a_prompt_that_fills_all_there_is(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=12)
+    old, full = machine.pool(SMALL)
+    while full.capacity < 12 * SMALL.chunk_slots:
+        assert machine.make_room(old, full.free_slots + 1) is None
+        machine.answer()
+    prompt = Keys(b"".join(n.to_bytes(32, "little") for n in range(full.capacity)))
+    full.commit(full.reserve(prompt, b"", np.full(len(prompt), MISSING), 1))
+    assert full.coldest_chunk() is None, "too much follows those that are looked at"
+    new, pool = machine.pool()
+    asked = 0
+    while (made := machine.make_room(new)) is None:
+        asked += 1
+        assert asked < 12
+    assert made is True
+    assert pool.free_slots == LARGE.chunk_slots
+    assert full.pages == len(full.prefix(prompt)) >= 10 * SMALL.chunk_slots, "its beginning stays"
+
+
+def test_pages_do_not_go_for_a_chunk_that_those_in_use_may_keep_from_going(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=2)
+    old, full = machine.pool()
+    machine.grow(old, 2)
+    for n in (0, LARGE.chunk_slots):
+        full.hold(full.prefix(Keys(old.digest[:1] + n.to_bytes(31, "little"))))
+    assert full.held == 2
+    new, _ = machine.pool()
+    assert machine.make_room(new) is False
+    assert full.pages == 2 * LARGE.chunk_slots
 
 
 def test_chunks_move_to_the_pool_that_evicts_from_the_one_with_older_pages(

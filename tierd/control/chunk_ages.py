@@ -38,6 +38,10 @@ class ChunkAges:
         self._ages = grown(self._ages, ordinal + 1, _ABSENT)
         self._ages[ordinal] = self._look(ordinal)
 
+    def look_again(self, ordinal: int) -> None:
+        """Pages of a chunk have gone; it may be colder than it seems."""
+        self._ages[ordinal] = self._look(ordinal)
+
     def remove(self, ordinal: int) -> None:
         """There is no such chunk any more."""
         self._ages[ordinal] = _ABSENT

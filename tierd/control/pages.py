@@ -40,6 +40,8 @@ CHUNKS_TRIED = 4
 MOST_FOLLOWERS = 4096
 """Pages elsewhere that may go with a chunk. One that more than these follow, as a prompt that all
 requests share, is worth keeping, and would take long to give up."""
+MOST_LOOSENED = 1024
+"""Pages that go at a time where that stands in the way of everything."""
 
 
 class SlotRecords(Protocol):
@@ -194,6 +196,29 @@ class PagePool:
             gone = self.policy.evict(count, self._evictable, drop)
         self.evictions += gone
         return gone
+
+    def loosen(self) -> bool:
+        """So much follows the coldest chunks that none can be given up as it is: evict the coldest
+        pages, the deepest first, a chunk's worth at most. Call it again and again.
+
+        Returns: whether some went. None do while so many pages are held or being written that one
+            could lie in every chunk: it might be in vain.
+        """
+        fixed = self._capacity - len(self._free) - (self._committed - self._held)
+        if fixed >= self._capacity // self.host.chunk_slots:
+            return False
+        gone: list[Slots] = []
+        with self._dropping() as drop:
+
+            def note(run: Slots) -> None:
+                drop(run)
+                gone.append(run)
+
+            most = min(self.host.chunk_slots, MOST_LOOSENED)
+            self.evictions += self.policy.evict(most, self._evictable, note)
+        for ordinal in {slot // self.host.chunk_slots for run in gone for slot in run.tolist()}:
+            self._ages.look_again(ordinal)
+        return bool(gone)
 
     # --- pages --------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ to evict from those whose pages are older, so that no fixed ratio leaves one ful
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +193,9 @@ class RoomKeeper:
         # It has too little of its own: whoever has something gives.
         if not self._take(pool, NEVER_COLD):
             others = (other for other in self._pools.values() if other is not pool)
-            return None if any(map(self._is_unused, others)) else False
+            wait = any(map(self._is_unused, others))
+            wait = wait or any(other.loosen() for other in self._givers(pool))
+            return None if wait else False
         self._promise = (id(pool), self._now + PROMISE_S)
         self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
@@ -401,16 +403,20 @@ class RoomKeeper:
     def _broken_rows(self, pool: PagePool) -> set[int]:
         return {ordinal for owner, ordinal in self._broken if owner == id(pool)}
 
-    def _take(self, pool: PagePool, colder_than: int) -> bool:
-        """Have another pool give up the coldest chunk of all, if it is colder than that."""
-        coldest: tuple[int, int, PagePool] | None = None
+    def _givers(self, pool: PagePool) -> Iterator[PagePool]:
+        """The pools that may have to give a chunk to this one."""
         for other in self._pools.values():
             # A model's pools are of use together: none takes the last that another one has.
             siblings = self._catalogs[id(other)] is self._catalogs[id(pool)]
             last = siblings and len(self._rows[id(other)].rows) == 1
-            if last or self._is_unused(other):
-                continue
-            found = other.coldest_chunk(self._broken_rows(other)) if other is not pool else None
+            if other is not pool and not last and not self._is_unused(other):
+                yield other
+
+    def _take(self, pool: PagePool, colder_than: int) -> bool:
+        """Have another pool give up the coldest chunk of all, if it is colder than that."""
+        coldest: tuple[int, int, PagePool] | None = None
+        for other in self._givers(pool):
+            found = other.coldest_chunk(self._broken_rows(other))
             if found is not None and found[0] < colder_than:
                 colder_than = found[0]
                 coldest = (*found, other)
