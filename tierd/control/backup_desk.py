@@ -13,6 +13,7 @@ from tierd.control.backups import Backup, NoRoomError, Piece, RepeatedKeyError, 
 from tierd.control.groups import Batch, Group, Heal, Placing, Session, Stripe
 from tierd.control.offers import flushed, supplied
 from tierd.control.sequencer import Offer
+from tierd.control.sheds import Shed
 from tierd.control.state import State
 from tierd.wire import messages
 from tierd.wire.errors import ProtocolError
@@ -103,6 +104,8 @@ class BackupDesk:
             if sequencer is None or not sequencer.report(session.info.rank, seq, offer, now):
                 late.append((seq, False))
                 session.ring.settle(seq)
+        if late:
+            self._state.sheds.note(Shed.RANKS, session.group.instance, len(late))
         for first, results in runs(late):
             self._state.counters["backups_shed"] += len(results)
             acks = messages.Acks(first_seq=first, results=results)
@@ -180,7 +183,9 @@ class BackupDesk:
             return False
         seq, offers = ready
         group.sequencer.decided(seq)
-        if offers is None or not self._may_keep(group, offers):
+        objection = self._objection(group, offers)
+        if offers is None or objection is not None:
+            self._state.sheds.note(objection or Shed.RANKS, group.instance)
             group.settle_ring(seq)
             group.backups.shed(seq)
             return True
@@ -194,8 +199,9 @@ class BackupDesk:
     def _place(self, group: Group, placing: Placing, now: float) -> bool:
         """Give slots to a few more pages. False: there is no room for them yet."""
         placement = placing.placement
-        if not self._may_keep(group, placing.offers):
-            group.give_up_placing()
+        objection = self._objection(group, placing.offers)
+        if objection is not None:
+            self._give_up_placing(group, placing, objection)
             return True
         piece = None
         if not placement.done:
@@ -211,7 +217,7 @@ class BackupDesk:
                 )
                 for session in group.sessions.values():
                     self._state.complain(session.routing_id, error)
-                group.give_up_placing()
+                self._give_up_placing(group, placing, Shed.REPEATED_KEY)
                 return True
             placing.lacks_since = None
             if piece is not None and placement.backup.prefix_of is not None:
@@ -235,10 +241,21 @@ class BackupDesk:
         if group.supplies and any(pool.find(parent) is None for pool in whole):
             self._ask_for_prefix(group, backup, now)
 
-    def _may_keep(self, group: Group, offers: dict[int, Offer]) -> bool:
+    def _objection(self, group: Group, offers: dict[int, Offer] | None) -> Shed | None:
+        """Why these pages must not be kept right now; None: they may."""
+        if self._state.paused or (offers is None and self._state.drain is not None):
+            return Shed.PAUSED
+        if offers is None or not group.complete:
+            return Shed.RANKS
+        if not group.serving:
+            return Shed.COPIER
         epochs = {session.epoch for session in group.sessions.values()}
-        offered = {offer.epoch for offer in offers.values()}
-        return group.serving and not self._state.paused and offered == epochs
+        return None if epochs == {offer.epoch for offer in offers.values()} else Shed.EPOCH
+
+    def _give_up_placing(self, group: Group, placing: Placing, reason: Shed) -> None:
+        if placing.placement.backup.prefix_of is None:  # what heals one has no outcome of its own
+            self._state.sheds.note(reason, group.instance)
+        group.give_up_placing()
 
     def _make_room(self, group: Group, placing: Placing, lack: NoRoomError, now: float) -> bool:
         """Make room for the next pages, or give their backup up. False: it takes a while."""
@@ -252,7 +269,8 @@ class BackupDesk:
         if made is None and not late:
             return False
         if late or not made:
-            group.give_up_placing()
+            reason = Shed.NO_ROOM if made is False else Shed.LATE_ROOM
+            self._give_up_placing(group, placing, reason)
         return True
 
     def _add(self, group: Group, offers: dict[int, Offer], piece: Piece | None, now: float) -> None:
@@ -305,7 +323,7 @@ class BackupDesk:
             return False
         first, *rest = (heal.offers[rank] for rank in sorted(heal.offers))
         alike = all(first.same_pages(other) for other in rest)
-        if not first.parts or not alike or not self._may_keep(group, heal.offers):
+        if not first.parts or not alike or self._objection(group, heal.offers) is not None:
             self._give_up_heal(group, seq)
             return False
         del group.heals[seq]

@@ -358,6 +358,7 @@ class Control:
             groups=self._state.groups.values(),
             copiers=self._state.copiers.values(),
             counters=self._state.counters,
+            shed=self._state.sheds.counts(),
         )
 
     # --- time ---------------------------------------------------------------------------------

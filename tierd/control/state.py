@@ -16,6 +16,7 @@ from tierd.control.drain import Drain
 from tierd.control.endpoint import Endpoint
 from tierd.control.groups import Group, Session
 from tierd.control.room import RoomKeeper
+from tierd.control.sheds import Sheds
 from tierd.control.stock import Stock
 from tierd.memory.chunks import ChunkStore
 from tierd.memory.persist import PersistDirectory
@@ -85,6 +86,7 @@ class State:
         self.by_route: dict[bytes, Session] = {}
         self.writers = Writers()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.sheds = Sheds()
         self.paused = False
         self.drain: Drain | None = None
         """The daemon is ending."""

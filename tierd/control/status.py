@@ -28,6 +28,10 @@ Counts are since the daemon started; names end in their unit (`_bytes`, `_s`, `_
 - `counters`: `messages` (of the hot path), `backups_kept`, `backups_shed` (nodes), `lookups`,
   `lookup_hits`, `restores`, `restores_failed` (steps, a count for each rank), `pages_evicted`,
   `pages_healed`, `pages_corrupt` (found by `--verify`), `errors` (messages that made no sense)
+- `shed`: of `backups_shed`, why: `paused` (or ending), `ranks` (one is missing, late, or reports
+  other pages or none), `copier` (one does not answer, or has to pin memory again), `epoch` (their
+  engine has moved on), `no_room`, `late_room` (it was not there in time), `repeated_key`; the rest
+  are failed copies
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ def snapshot(
     groups: Iterable[Group],
     copiers: Iterable[Copier],
     counters: Counter[str],
+    shed: dict[str, int],
 ) -> dict[str, Any]:
     """All of it, as this module's first docstring describes it.
 
@@ -92,6 +97,7 @@ def snapshot(
             **counters,
             "pages_evicted": counters["pages_evicted"] + sum(p["evictions"] for p in pools),
         },
+        "shed": shed,
     }
 
 
