@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 from flushes import Row, columns
 from mutation import Mutator
-from one_process import OneProcess, memfd
+from one_process import DEADLINE_S, OneProcess, memfd
 from tierd_client.segment import create_segment
 
 from tierd.channel import Channel, ChannelClosed, close_all
@@ -371,8 +371,9 @@ class HonestEngine:
 
     def round_trip(self) -> None:
         """Back pages up, overwrite them, and have them restored elsewhere, byte for byte. The tier
-        may be too full for it now and then."""
-        for _ in range(20):
+        may be too full for it as long as the others' leases last."""
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until:
             self._rounds += 1
             if self._backed_up() and self._restored():
                 return
