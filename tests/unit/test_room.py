@@ -10,7 +10,7 @@ from descriptors import open_descriptors, opened_since
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from machines import LARGE, Machine
+from machines import LARGE, MISSING_ONE, Machine
 
 from tierd.control.catalog import Catalog
 from tierd.control.chunk_ages import LOOKS
@@ -395,6 +395,24 @@ def test_chunks_move_to_the_pool_that_evicts_from_the_one_with_older_pages(
         assert machine.make_room(new, active.host.chunk_slots) is True
         machine.fill(new, active.free_slots)
     assert (idle.capacity, active.capacity) == (LARGE.chunk_slots, 3 * LARGE.chunk_slots)
+
+
+def test_a_pool_whose_only_chunk_is_always_being_written_takes_an_older_one_too(
+    machines: list[Machine],
+) -> None:
+    machine = make(machines, chunks=2)
+    old, idle = machine.pool()
+    machine.grow(old, 1)
+    new, active = machine.pool()
+    machine.grow(new, 1)
+    assert machine.make_room(new) is True
+    machine.tick += 1
+    written = active.reserve(Keys(new.digest[:1] + b"w" * 31), b"", MISSING_ONE, machine.tick)
+    assert active.coldest_chunk() is None
+    machine.room.rebalance(now=10.0)
+    machine.answer()
+    assert (idle.capacity, idle.pages) == (0, 0)
+    active.commit(written)
 
 
 def test_a_pool_that_evicts_its_own_oldest_pages_leaves_younger_ones_alone(

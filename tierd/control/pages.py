@@ -155,6 +155,14 @@ class PagePool:
                 return age, ordinal
         return None
 
+    def coldest_use(self, but: Set[int] = frozenset()) -> int | None:
+        """The last use of the chunk that was used least recently, whether or not it may go; of a
+        pool of many chunks, of one of the coldest. None if there is no chunk.
+
+        Args: `but`: not these.
+        """
+        return next((age for age, _ in self._ages.coldest(but)), None)
+
     def may_remove(self, ordinal: int, most: int | None = None) -> bool:
         """May the pages of a chunk go, with all that follow them? Not while one of them is held or
         being written, nor if more than `most` that lie elsewhere follow."""

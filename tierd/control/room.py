@@ -218,8 +218,9 @@ class RoomKeeper:
         for pool in [self._pools[number] for number in pressed if number in self._pools]:
             if pool.name in self._shares:
                 continue  # it has what it may have
-            mine = pool.coldest_chunk(self._broken_rows(pool))
-            if mine is not None and self._take(pool, mine[0]):
+            # Whether it could give one of its own now, which it writes to, does not matter.
+            mine = pool.coldest_use(self._broken_rows(pool))
+            if mine is not None and self._take(pool, mine):
                 self._promise = (id(pool), now + PROMISE_S)
                 return
 
