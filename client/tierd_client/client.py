@@ -25,7 +25,7 @@ from tierd_client.device import open_device
 from tierd_client.link import Link, LinkState
 from tierd_client.lookups import Lookups
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
-from tierd_client.packing import Parts, Pools, key_blob, named_parts, shared_keys
+from tierd_client.packing import Parts, Pools, key_blob, named_parts, no_parts, shared_keys
 from tierd_client.pools import DevicePool, PageKeys, PoolPages, describe
 from tierd_client.restore import Restore
 from tierd_client.restores import Restores
@@ -334,12 +334,11 @@ class TierClient:
         """One Flush message. What finds no place in the ring goes as a tombstone."""
         ring = self._outbox.ring
         enough = self._tickets_left() > FOR_RESTORES
-        room = min(ring.room(), MAX_FLUSH_PAGES) if enough else -1
-        shed, nodes = batch.split(room)
-        layout = self._pools.lay_out(nodes.parts, ring.head)
+        shed, nodes = batch.split(ring.room() if enough else -1)
+        *positions, end = nodes.parts.ring_positions(ring.head)
         keys, first = shared_keys(nodes.parts, nodes.counts)
-        if layout.runs:
-            self._device.write_page_numbers("backup", ring.head, layout.runs)
+        if positions:
+            self._device.write_slots("backup", ring.head, nodes.parts.slots)
         if nodes.seqs:  # tombstones alone must use up no ready words
             self._device.mark_ready(self._tickets.take())
         rows = nodes.with_tombstones(shed)
@@ -352,13 +351,13 @@ class TierClient:
             parents=rows.parents,
             pools=rows.parts.pools,
             pages=rows.parts.pages,
-            ring=layout.ring,
+            ring=positions,
             first=first,
             keys=b"" if isinstance(keys, str) else keys,
             digits=keys if isinstance(keys, str) else "",
         )
         if self._link.send(message):
-            self._outbox.sent(self._tickets.last, rows.seqs[-1], layout.end, now)
+            self._outbox.sent(self._tickets.last, rows.seqs[-1], end, now)
         else:
             self._outbox.not_sent(batch)
 
@@ -376,24 +375,24 @@ class TierClient:
         given = self._pools.parts_of(pages)
         ring = self._outbox.ring
         enough = self._tickets_left() > FOR_RESTORES
-        room = min(ring.room(), MAX_FLUSH_PAGES) if enough else 0
-        if sum(given.pages) > room:
-            given = self._pools.parts_of([])
-        layout = self._pools.lay_out(given, ring.head)
-        count = layout.end - ring.head
-        if count:
-            self._device.write_page_numbers("backup", ring.head, layout.runs)
+        room = ring.room() if enough else 0
+        if sum(given.tokens) > room or sum(given.pages) > MAX_FLUSH_PAGES:
+            given = no_parts()
+        *positions, end = given.ring_positions(ring.head)
+        named = end > ring.head
+        if named:
+            self._device.write_slots("backup", ring.head, given.slots)
             self._device.mark_ready(self._tickets.take())
         message = messages.Supply(
             epoch=self._epoch,
             seq=seq,
             ticket=self._tickets.last,
             fence=int(self._segment.fence[0]),
-            parts=named_parts(given, layout) if count else [],
+            parts=named_parts(given, positions) if named else [],
             keys=key_blob(given),
         )
-        if self._link.send(message) and count:
-            self._outbox.sent(self._tickets.last, seq, layout.end, time.monotonic())
+        if self._link.send(message) and named:
+            self._outbox.sent(self._tickets.last, seq, end, time.monotonic())
 
     def acks(self) -> list[Ack]:
         """Outcomes since the last call, in sequence order, each exactly once."""

@@ -18,14 +18,7 @@ import torch
 from tierd.wire.errors import RefusedError, TierdError
 from tierd.wire.layout import Segment
 from tierd.wire.messages import Allocation
-from tierd_client.device import (
-    Exports,
-    Ring,
-    SlotRun,
-    page_numbers,
-    ring_pieces,
-    store_page_numbers,
-)
+from tierd_client.device import FEW_TENSORS, Exports, Ring, dense, ring_pieces, store_slots
 
 try:
     from cuda.bindings import driver
@@ -118,10 +111,10 @@ class CudaDevice:
         with self._current():
             # CUDA loads a kernel at its first launch, and holds other streams back until those
             # that run have come to an end: not later, when one may be waiting for a layer.
+            # What joins slots is chosen by how they lie in memory.
             slots = torch.zeros(128, dtype=torch.int64, device=f"cuda:{self._index}")
-            for tokens in (1, 64):
-                page_numbers([SlotRun(tokens, [slots])], 256)
-                page_numbers([SlotRun(tokens, [slots, slots[:64]])], 256)
+            for some in (slots, slots[1:], slots[:1], slots[1:2]):
+                torch.cat([some] * (FEW_TENSORS + 1))
             try:
                 _call(driver.cuMemHostRegister, address, len(memory), flags)
             except CudaError as error:
@@ -138,28 +131,25 @@ class CudaDevice:
         self._words = words
         self._segment, self._memory, self._host = segment, memory, address
 
-    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
+    def write_slots(self, ring: Ring, position: int, slots: Sequence[torch.Tensor]) -> None:
         segment = self._adopted()
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
         start = self._host + segment.offsets["backup_ring" if ring == "backup" else "restore_ring"]
         stream = self._stream()
-        end = position
-        for numbers in page_numbers(runs, len(target)):
-            pages = numbers.numel()
-            if numbers.is_cuda:
-                # `numbers` was allocated on the current stream, which copies it: when the caching
-                # allocator gives its memory to somebody else on this stream, the copy has run.
-                source = numbers.data_ptr()
-                # The driver's call, not Tensor.copy_: torch knows only its own pinned memory as
-                # pinned, and would wait for the copy.
-                for at, first, count in ring_pieces(end, pages, len(target)):
+        for tensor in dense(slots, len(target)):
+            count = tensor.numel()
+            if tensor.is_cuda:
+                # Whoever gets the tensor's memory from torch's allocator next, gets it on this
+                # stream, when the copy has run. The driver's call, not Tensor.copy_: torch knows
+                # only its own pinned memory as pinned, and would wait for the copy.
+                source = tensor.data_ptr()
+                for at, first, length in ring_pieces(position, count, len(target)):
                     place, piece = start + at * 8, source + first * 8
-                    _call(driver.cuMemcpyDtoHAsync, place, piece, count * 8, stream)
+                    _call(driver.cuMemcpyDtoHAsync, place, piece, length * 8, stream)
             else:
                 # In place before the call that marks them ready can be made.
-                store_page_numbers(target, end, numbers)
-            end += pages
-        return end - position
+                store_slots(target, position, tensor)
+            position += count
 
     def mark_ready(self, ticket: int) -> None:
         segment = self._adopted()

@@ -1,7 +1,7 @@
 """What differs between a rank whose KV lies on a GPU and one whose KV lies in CPU memory.
 
 A `Device` exports the rank's tensors, and orders the words and rings of its segment with the
-work that the engine has under way. Nothing in the hot path (`write_page_numbers`, `mark_ready`,
+work that the engine has under way. Nothing in the hot path (`write_slots`, `mark_ready`,
 `wait_layer`) makes the calling thread wait for a GPU.
 """
 
@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,8 @@ from tierd.wire.messages import Allocation
 Ring = Literal["backup", "restore"]
 
 
-class SlotRun(NamedTuple):
-    """Token slots of pages of one size: what is made into page numbers at once.
-
-    Attributes:
-        page_tokens: Tokens of a page.
-        slots: Whole pages in page order. Each: shape (pages * page_tokens,), int64; all on the
-            rank's device, or all on the CPU.
-    """
-
-    page_tokens: int
-    slots: Sequence[torch.Tensor]
+FEW_TENSORS = 8
+"""So many tensors are copied one by one: joining them takes a kernel, and longer."""
 
 
 @dataclass
@@ -77,19 +68,21 @@ class Device(Protocol):
         Raises: RefusedError: it cannot be registered with the GPU; says what to change.
         """
 
-    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
-        """Put page numbers into a ring, in order, from absolute `position` on.
+    def write_slots(self, ring: Ring, position: int, slots: Sequence[torch.Tensor]) -> None:
+        """Put token slots into a ring, in order, from absolute `position` on.
 
-        Asynchronous: they are there when the current stream has got so far. A run takes one copy,
-        two around the end of the ring.
+        Asynchronous: they are there when the current stream has got so far. Many tensors take one
+        copy in all, two around the end of the ring.
 
-        Returns: how many page numbers were written.
-        Raises: ValueError: more than the ring holds, or a run of pages that are not whole; nothing
-            has been written then.
+        Args:
+            slots: int64, shape (n,) each; all on the rank's device, or all on the CPU.
+
+        Raises: ValueError: more than the ring holds, or slots of another type; nothing has been
+            written then.
         """
 
     def mark_ready(self, ticket: int) -> None:
-        """Set a ticket's ready words: the page numbers' in the order of the current stream, the
+        """Set a ticket's ready words: the token slots' in the order of the current stream, the
         KV's in the order of the forward stream."""
 
     def wait_layer(
@@ -135,33 +128,25 @@ def open_device(
     raise RefusedError(f"KV buffers on a {device.type!r} device; tierd serves CUDA and CPU tensors")
 
 
-def page_numbers(runs: Sequence[SlotRun], ring_size: int) -> list[torch.Tensor]:
-    """The pages that slots lie in, in order: a tensor a run.
+def dense(slots: Sequence[torch.Tensor], ring_size: int) -> Sequence[torch.Tensor]:
+    """The same token slots in the same order, in few tensors, each without gaps.
 
-    Made by three torch operations a run, however many its tensors are: each operation costs
-    microseconds on the scheduler thread. Each: shape (pages,), int64, on the slots' device; a
-    copy, on the current stream.
+    One torch operation, on the current stream, however many there are, and none for few: each costs
+    microseconds on the scheduler thread.
 
-    Raises: ValueError: more page numbers than the ring holds, a run of pages that are not whole, or
-        slots of another type. Of two tensors that make up for each other it knows nothing.
+    Raises: ValueError: more than the ring holds, or slots of another type than int64.
     """
-    made: list[torch.Tensor] = []
-    room = ring_size
-    for tokens, slots in runs:
-        numbers = torch.cat(slots)
-        if numbers.dtype is not torch.int64:
-            raise ValueError(f"token slots of {numbers.dtype}; they have to be int64")
-        count = numbers.numel()
-        if count % tokens:
-            raise ValueError(f"{count} slots are not whole pages of {tokens} tokens")
-        room -= count // tokens
-        if tokens > 1:
-            # Of whole pages, the first slots stay `tokens` apart when joined.
-            numbers = torch.floor_divide(numbers[::tokens], tokens)
-        made.append(numbers)
-    if room < 0:
-        raise ValueError(f"{ring_size - room} page numbers; the ring holds {ring_size}")
-    return made
+    count = sum(map(torch.Tensor.numel, slots))
+    if count > ring_size:
+        raise ValueError(f"{count} token slots; the ring holds {ring_size}")
+    if len(slots) <= FEW_TENSORS and all(map(torch.Tensor.is_contiguous, slots)):
+        tensors = slots
+    else:
+        tensors = [torch.cat(list(slots))]
+    for tensor in tensors:
+        if tensor.dtype is not torch.int64:
+            raise ValueError(f"token slots of {tensor.dtype}; they have to be int64")
+    return tensors
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:
@@ -175,8 +160,8 @@ def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, in
     return [piece for piece in pieces if piece[2]]
 
 
-def store_page_numbers(ring: npt.NDArray[np.int64], position: int, numbers: torch.Tensor) -> None:
-    """Put page numbers that are in CPU memory into a ring, with plain stores."""
-    values = numbers.numpy()
+def store_slots(ring: npt.NDArray[np.int64], position: int, slots: torch.Tensor) -> None:
+    """Put token slots that are in CPU memory into a ring, with plain stores."""
+    values = slots.numpy()
     for at, first, count in ring_pieces(position, len(values), len(ring)):
         ring[at : at + count] = values[first : first + count]

@@ -12,7 +12,7 @@ import torch
 from tierd.wire.errors import RefusedError
 from tierd.wire.layout import TICKETS, Segment
 from tierd.wire.messages import Allocation
-from tierd_client.device import Exports, Ring, SlotRun, page_numbers, store_page_numbers
+from tierd_client.device import Exports, Ring, dense, store_slots
 
 _SPINS = 200
 """Looks at a layer word before sleeping: a layer of a small pool lands within this time."""
@@ -60,14 +60,12 @@ class HostDevice:
     def adopt_segment(self, memory: mmap.mmap, segment: Segment) -> None:
         self._segment = segment
 
-    def write_page_numbers(self, ring: Ring, position: int, runs: Sequence[SlotRun]) -> int:
+    def write_slots(self, ring: Ring, position: int, slots: Sequence[torch.Tensor]) -> None:
         segment = self._adopted()
         target = segment.backup_ring if ring == "backup" else segment.restore_ring
-        end = position
-        for numbers in page_numbers(runs, len(target)):
-            store_page_numbers(target, end, numbers)
-            end += len(numbers)
-        return end - position
+        for tensor in dense(slots, len(target)):
+            store_slots(target, position, tensor)
+            position += tensor.numel()
 
     def mark_ready(self, ticket: int) -> None:
         self._adopted().ready[ticket % TICKETS] = ticket

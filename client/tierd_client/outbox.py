@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice
 from operator import itemgetter
 from typing import NamedTuple
 
 from tierd.wire import limits
-from tierd_client.packing import Parts
+from tierd_client.packing import Parts, no_parts
 from tierd_client.ring import RingSpace
 
 MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
@@ -48,9 +48,16 @@ class Nodes(NamedTuple):
     parents: list[bytes | None]
     parts: Parts
 
-    def sizes(self) -> list[int]:
-        """Pages of each node."""
-        rest = iter(self.parts.pages)
+    def pages(self) -> list[int]:
+        """Of each node, in all its pools together."""
+        return self._sums(self.parts.pages)
+
+    def tokens(self) -> list[int]:
+        """Token slots of each node, in all its pools together."""
+        return self._sums(self.parts.tokens)
+
+    def _sums(self, column: Iterable[int]) -> list[int]:
+        rest = iter(column)
         return [sum(islice(rest, count)) for count in self.counts]
 
     def with_tombstones(self, shed: Sequence[int]) -> Nodes:
@@ -81,20 +88,21 @@ class Batch(NamedTuple):
     nodes: Nodes
 
     def split(self, room: int) -> tuple[list[int], Nodes]:
-        """The numbers that go as tombstones, and the backups whose page numbers find room in the
-        ring."""
-        if sum(self.nodes.parts.pages) <= room:
+        """The numbers that go as tombstones, and the backups that fit into a message and whose
+        token slots find room in the ring."""
+        parts = self.nodes.parts
+        if sum(parts.tokens) <= room and sum(parts.pages) <= MAX_FLUSH_PAGES:
             return self.shed, self.nodes
         fits = []
-        for size in self.nodes.sizes():
-            fits.append(size <= room)
-            room -= size if fits[-1] else 0
+        for pages, tokens in zip(self.nodes.pages(), self.nodes.tokens(), strict=True):
+            fits.append(tokens <= room and pages <= MAX_FLUSH_PAGES)
+            room -= tokens if fits[-1] else 0
         lost = [seq for seq, fit in zip(self.nodes.seqs, fits, strict=True) if not fit]
         return self.shed + lost, self.nodes.select(fits)
 
 
 class _Sent(NamedTuple):
-    """A message: its ticket, its last number, where its page numbers end in the ring, and when."""
+    """A message: its ticket, its last number, where its token slots end in the ring, and when."""
 
     ticket: int
     last_seq: int
@@ -106,7 +114,7 @@ class Outbox:
     """Backups of one rank in sequence order.
 
     Attributes:
-        ring: The index ring that their page numbers go through.
+        ring: The index ring that their token slots go through.
         next_seq: Number of the next backup.
     """
 
@@ -152,6 +160,7 @@ class Outbox:
         queued.parts.keys.extend(parts.keys)
         queued.parts.slots.extend(parts.slots)
         queued.parts.pages.extend(parts.pages)
+        queued.parts.tokens.extend(parts.tokens)
         self._node_ids.extend(node_ids)
         return first
 
@@ -167,7 +176,7 @@ class Outbox:
         if len(nodes.seqs) <= FLUSH_ITEMS and sum(nodes.parts.pages) <= FLUSH_PAGES:
             yield Batch(shed, nodes)
             return
-        numbers = _messages(nodes.sizes())
+        numbers = _messages(nodes.pages())
         for number in range(numbers[-1] + 1):
             yield Batch(shed, nodes.select([n == number for n in numbers]))
             shed = []
@@ -254,7 +263,7 @@ class Outbox:
 
 
 def _no_nodes() -> Nodes:
-    return Nodes([], [], [], Parts([], [], [], []))
+    return Nodes([], [], [], no_parts())
 
 
 def _messages(sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Lays out the bulk of a message: page numbers in a ring, keys in a blob. Pure.
+"""Lays out the bulk of a message: token slots in a ring, keys in a blob. Pure.
 
 Works on columns, because a step of an engine can offer hundreds of nodes at once on the thread that
 schedules it: what is done for all of them in one call costs a fraction of a call for each.
@@ -7,7 +7,7 @@ schedules it: what is done for all of them in one call costs a fraction of a cal
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, groupby, islice
+from itertools import accumulate, compress, islice
 from operator import mul
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 
 from tierd.wire import messages
 from tierd.wire.limits import KEY_BYTES
-from tierd_client.device import SlotRun
 from tierd_client.pools import PageKeys, PoolPages, join_keys, keys_to_send
 
 
@@ -25,32 +24,30 @@ class Parts(NamedTuple):
     Attributes:
         pools: Index of its pool in the registration.
         keys: Its pages' keys.
-        slots: Their token slots, int64, shape (pages[i] * tokens of a page,).
+        slots: Their token slots, int64, shape (tokens[i],).
         pages: How many they are.
+        tokens: How many slots they have.
     """
 
     pools: list[int]
     keys: list[PageKeys]
     slots: list[torch.Tensor]
     pages: list[int]
+    tokens: list[int]
+
+    def ring_positions(self, start: int) -> list[int]:
+        """Where each part's token slots begin in a ring, if the first one's begin at absolute
+        position `start`; and last, where all of them end."""
+        return list(accumulate(self.tokens, initial=start))
 
 
-class Layout(NamedTuple):
-    """Where parts lie in a ring, and what goes into it for them.
-
-    Attributes:
-        ring: By part, the position of its first page number.
-        runs: Token slots in the order of the ring.
-        end: The ring position after the last page number.
-    """
-
-    ring: list[int]
-    runs: list[SlotRun]
-    end: int
+def no_parts() -> Parts:
+    """Nothing, to add to."""
+    return Parts([], [], [], [], [])
 
 
 class Pools:
-    """The pools of a rank: turns pages into parts, and parts into a message's layout.
+    """The pools of a rank: turns pages into parts.
 
     Args:
         page_tokens: By name, in the order of the registration.
@@ -60,7 +57,6 @@ class Pools:
         self._index = {name: i for i, name in enumerate(page_tokens)}
         self._names = list(page_tokens)
         self._page_tokens = list(page_tokens.values())
-        self._one_size = self._page_tokens[0] if len(set(self._page_tokens)) == 1 else 0
 
     def indices(self, names: Iterable[str] | None) -> list[int]:
         """Raises: ValueError: no such pool."""
@@ -82,11 +78,11 @@ class Pools:
             whole = not any(n % KEY_BYTES for n in compress(pages, blobs))
             pages = [n // KEY_BYTES if b else n for n, b in zip(pages, blobs, strict=True)]
         sizes = map(self._page_tokens.__getitem__, pools)
-        fit = list(map(mul, pages, sizes))
+        tokens = list(map(mul, pages, sizes))
         # Their number of elements costs a third of what their shape does.
-        if not whole or fit != list(map(torch.Tensor.numel, slots)):
-            self._refuse(pools, keys, slots, fit)
-        return Parts(pools, keys, slots, pages)
+        if not whole or tokens != list(map(torch.Tensor.numel, slots)):
+            self._refuse(pools, keys, slots, tokens)
+        return Parts(pools, keys, slots, pages, tokens)
 
     def parts_of(self, pages: Iterable[PoolPages]) -> Parts:
         """Raises: ValueError: as `parts`."""
@@ -96,27 +92,6 @@ class Pools:
             keys.append(part.keys)
             slots.append(part.slots)
         return self.parts(names, keys, slots)
-
-    def lay_out(self, parts: Parts, start: int) -> Layout:
-        """Place a message's page numbers in a ring from absolute position `start` on.
-
-        Pages of one size lie side by side, whichever nodes they belong to: their numbers then take
-        as many torch operations as there are sizes, however many nodes there are. So a node's part
-        of the ring may lie between another's, and is free again when the message is answered.
-        """
-        pools, _, slots, pages = parts
-        if self._one_size:
-            *ring, end = accumulate(pages, initial=start)
-            return Layout(ring, [SlotRun(self._one_size, slots)] if slots else [], end)
-        sizes = [self._page_tokens[pool] for pool in pools]
-        order = sorted(range(len(sizes)), key=sizes.__getitem__)
-        ring, end = [0] * len(order), start
-        for i in order:
-            ring[i] = end
-            end += pages[i]
-        by_size = groupby(order, sizes.__getitem__)
-        runs = [SlotRun(size, [slots[i] for i in those]) for size, those in by_size]
-        return Layout(ring, runs, end)
 
     def _refuse(
         self,
@@ -150,7 +125,7 @@ def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes | str, list[
     Returns: the keys, as digits if all of them are; and by part, which of them is its first. The
         others follow.
     """
-    _, keys, _, pages = parts
+    keys, pages = parts.keys, parts.pages
     if len(keys) == len(counts) and max(counts, default=0) <= 1:
         *first, _ = accumulate(pages, initial=0)
         return keys_to_send(keys), first
@@ -175,9 +150,9 @@ def _ends_with(keys: PageKeys, last: PageKeys) -> bool:
     return keys == last or keys[max(0, len(keys) - len(last)) :] == last
 
 
-def named_parts(parts: Parts, layout: Layout) -> list[messages.Part]:
-    """Parts as a restore names them."""
-    return list(map(messages.Part, parts.pools, parts.pages, layout.ring))
+def named_parts(parts: Parts, ring: Iterable[int]) -> list[messages.Part]:
+    """Parts as a restore names them, of which each begins there in the ring."""
+    return list(map(messages.Part, parts.pools, parts.pages, ring))
 
 
 def grouped(parts: list[messages.Part], counts: Sequence[int]) -> list[list[messages.Part]]:

@@ -89,17 +89,17 @@ class Restores:
         if not any(used):
             # Also of restores that no copier was told of, whose ring it has not given back.
             ring.free_all()
-        layout = self._pools.lay_out(parts, ring.head)
-        named = grouped(named_parts(parts, layout), counts)
+        *positions, end = parts.ring_positions(ring.head)
+        named = grouped(named_parts(parts, positions), counts)
         items = list(map(messages.RestoreItem, map(request_name, rids), named))
-        count = layout.end - ring.head
         copier = self._link.copier
         if (
             self._link.state is not LinkState.UP
             or copier is None
             or entry is None
-            or not count
-            or count > min(ring.room(), MAX_FLUSH_PAGES)
+            or end == ring.head
+            or end - ring.head > ring.room()
+            or sum(parts.pages) > MAX_FLUSH_PAGES
             or len(items) > limits.MAX_ITEMS_PER_RESTORE
             or not self.may_start()
             or not self._tickets_left()
@@ -122,9 +122,9 @@ class Restores:
             self._segment.release(entry)
             return FailedRestore()
         # After the message: it is on its way while the device gets its work.
-        self._device.write_page_numbers("restore", ring.head, layout.runs)
+        self._device.write_slots("restore", ring.head, parts.slots)
         self._device.mark_ready(ticket)
-        ring.head = layout.end
+        ring.head = end
         connection = self._link.connection
         restore = Restore(
             device=self._device,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tierd_client.device import Device, SlotRun, open_device
+from tierd_client.device import FEW_TENSORS, Device, open_device
 from tierd_client.segment import SharedSegment, create_segment
 from tierd_client.watchdog import Watchdog
 
@@ -175,15 +175,15 @@ def test_a_tensor_without_memory_is_refused(device: Device) -> None:
 # --- words and rings --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tensors", [2, FEW_TENSORS + 1])
 def test_a_flush_never_waits_for_the_gpu(
-    device: Device, segment: SharedSegment, forward: torch.cuda.Stream
+    device: Device, segment: SharedSegment, forward: torch.cuda.Stream, tensors: int
 ) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        wide = SlotRun(16, [torch.arange(0, 64, device="cuda")])
-        runs = [wide, SlotRun(1, [torch.tensor([7, 9], device="cuda")])]
+        slots = list(torch.arange(50, 68, device="cuda").tensor_split(tensors))
         # A first flush allocates, and CUDA lets streams wait for each other then.
-        device.write_page_numbers("backup", 100, runs)
+        device.write_slots("backup", 100, slots)
     stream.synchronize()
     segment.fields.backup_ring[:] = 0
     torch.cuda.set_sync_debug_mode("error")
@@ -191,19 +191,19 @@ def test_a_flush_never_waits_for_the_gpu(
         with torch.cuda.stream(stream):
             close_gate(device, segment)
             # Returns although the stream cannot move, also around the end of the ring.
-            assert device.write_page_numbers("backup", 1022, runs) == 6
+            device.write_slots("backup", 1022, slots)
             device.mark_ready(5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     forward.synchronize()
-    assert segment.fields.ready[5].tolist() == [0, 5], "the page numbers are not there yet"
+    assert segment.fields.ready[5].tolist() == [0, 5], "the token slots are not there yet"
     assert not segment.fields.backup_ring.any()
     open_gate(segment)
     stream.synchronize()
     assert segment.fields.ready[5].tolist() == [5, 5]
     ring = segment.fields.backup_ring
-    assert [*ring[1022:], *ring[:4]] == [0, 1, 2, 3, 7, 9]
-    assert not ring[4:1022].any()
+    assert [*ring[1022:], *ring[:16]] == list(range(50, 68))
+    assert not ring[16:1022].any()
 
 
 def test_the_kv_is_ready_when_the_forward_stream_says_so(
@@ -219,11 +219,9 @@ def test_the_kv_is_ready_when_the_forward_stream_says_so(
     assert segment.fields.ready[6].tolist() == [6, 6]
 
 
-def test_page_numbers_in_cpu_memory_are_written_at_once(
-    device: Device, segment: SharedSegment
-) -> None:
-    assert device.write_page_numbers("restore", 3, [SlotRun(16, [torch.arange(32, 64)])]) == 2
-    assert segment.fields.restore_ring[3:5].tolist() == [2, 3]
+def test_slots_in_cpu_memory_are_written_at_once(device: Device, segment: SharedSegment) -> None:
+    device.write_slots("restore", 3, [torch.arange(32, 34)])
+    assert segment.fields.restore_ring[3:5].tolist() == [32, 33]
 
 
 def test_each_layer_lets_only_its_own_readers_go(device: Device, segment: SharedSegment) -> None:

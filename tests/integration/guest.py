@@ -123,7 +123,7 @@ class Guest:
         return answer.reason
 
     def flush(self, *numbers: int, seq: int = 0, **changes: Any) -> messages.Flush:
-        """A backup of these page numbers, ready to be sent."""
+        """A backup of these pages, of one token each, ready to be sent."""
         self.segment.backup_ring[: len(numbers)] = numbers
         self.segment.ready[1] = 1
         message = messages.Flush(

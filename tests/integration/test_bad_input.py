@@ -486,7 +486,7 @@ def test_a_restore_is_made_once_however_often_it_is_asked_for(guest: Guest) -> N
     assert guest.kept(guest.flush(1, 2, keys=names))
     guest.segment.restore_ring[:2] = [3, 4]
     guest.segment.awaited[0] = 1
-    guest.segment.ready[2] = 0  # its page numbers are not there yet, so it is under way for long
+    guest.segment.ready[2] = 0  # its token slots are not there yet, so it is under way for long
     message = msgspec.structs.replace(a_restore(names, 1, 0), ticket=2)
     guest.say(raw(message))
     assert "under way already" in guest.error(message)

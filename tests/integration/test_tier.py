@@ -293,7 +293,7 @@ def test_while_paused_lookups_miss_and_backups_are_shed_for_as_long_as_it_takes(
     assert engine.back_up("a", 4)
     daemon.pause(True)
     assert engine.lookup("a", 4) == 0
-    # More than the ring of page numbers holds: what is shed must not use it up.
+    # More than the ring of token slots holds: what is shed must not use it up.
     many = 1 << 18
     slots = torch.zeros(many, dtype=torch.int64)
     names = torch.arange(many * 4, dtype=torch.int64).numpy().tobytes()

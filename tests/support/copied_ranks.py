@@ -23,6 +23,8 @@ from tierd.wire.messages import (
 )
 
 LAYERS, PAGES, ROW = 3, 64, 4096
+PAGE_TOKENS = 16
+RING = 64 * PAGE_TOKENS
 
 
 class SharedFile:
@@ -46,7 +48,7 @@ class Rank:
 
     def __init__(self, session: int, *, layers: int = LAYERS, max_layers: int = 8) -> None:
         self.session = session
-        spec = layout.SegmentSpec(backup_ring=64, restore_ring=64, max_layers=max_layers)
+        spec = layout.SegmentSpec(backup_ring=RING, restore_ring=RING, max_layers=max_layers)
         self.file = SharedFile("segment", spec.nbytes)
         self.segment = layout.Segment(self.file.memory, spec)
         self.segment.format()
@@ -58,7 +60,7 @@ class Rank:
         self.pool = PoolSpec(
             name="kv",
             num_pages=PAGES,
-            page_tokens=16,
+            page_tokens=PAGE_TOKENS,
             buffers=[
                 BufferSpec(
                     allocation=layer,
@@ -109,9 +111,12 @@ class Rank:
 
     def _part(self, ring: str, pages: list[int], chunk: int, slots: list[int]) -> CopyPart:
         array = self.segment.backup_ring if ring == "backup" else self.segment.restore_ring
-        positions = np.arange(self.ring[ring], self.ring[ring] + len(pages), dtype="<u8")
-        array[positions % len(array)] = pages
-        self.ring[ring] += len(pages)
+        end = self.ring[ring] + len(pages) * PAGE_TOKENS
+        positions = np.arange(self.ring[ring], end, PAGE_TOKENS, dtype="<u8")
+        tokens = np.arange(PAGE_TOKENS)
+        for page, position in zip(pages, positions, strict=True):
+            array[(int(position) + tokens) % len(array)] = page * PAGE_TOKENS + tokens
+        self.ring[ring] = end
         return CopyPart(
             pool=0,
             ring=positions.tobytes(),

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import numpy as np
 import psutil
 import pytest
-from copied_ranks import LAYERS, PAGES, ROW, Rank, SharedFile, small_layout
+from copied_ranks import LAYERS, PAGE_TOKENS, PAGES, ROW, Rank, SharedFile, small_layout
 
 from tierd.channel import Channel, ChannelClosed
 from tierd.wire import codec, layout, messages
@@ -143,7 +144,7 @@ def test_pages_go_to_their_slots_and_come_back_elsewhere(
     assert done.copied_bytes == 4 * 2 * LAYERS * ROW
     for page, slot in zip([3, 4, 5, 60], [0, 1, 2, 9], strict=True):
         assert rank.slot(chunk, slot) == rank.page(page)
-    assert rank.segment.consumed.tolist() == [4, 0]
+    assert rank.segment.consumed.tolist() == [4 * PAGE_TOKENS, 0]
 
     untouched = rank.page(12)
     copier.say(rank.restore(2, [10, 11], [9, 1], chunk=7, entry=5, generation=3))
@@ -151,7 +152,7 @@ def test_pages_go_to_their_slots_and_come_back_elsewhere(
     assert rank.page(10) == rank.page(60)
     assert rank.page(11) == rank.page(4)
     assert rank.page(12) == untouched
-    assert rank.segment.consumed.tolist() == [4, 2]
+    assert rank.segment.consumed.tolist() == [4 * PAGE_TOKENS, 2 * PAGE_TOKENS]
     assert rank.segment.layers[5].tolist() == [3] * LAYERS + [0] * (8 - LAYERS)
     assert rank.segment.get_verdict(5, 3) == layout.LANDED
 
@@ -181,10 +182,10 @@ def test_the_ring_wraps(copier: Copier, ranks: Callable[[int], Rank]) -> None:
         copier.say(rank.backup(job, pages, list(range(10))))
         assert copier.done(job).ok
         assert [rank.slot(chunk, n) for n in range(10)] == [rank.page(p) for p in pages]
-    assert int(rank.segment.consumed[0]) == 90
+    assert int(rank.segment.consumed[0]) == 90 * PAGE_TOKENS
 
 
-def test_page_numbers_that_change_while_they_are_checked_reach_no_other_memory(
+def test_slots_that_change_while_they_are_checked_reach_no_other_memory(
     copier: Copier, ranks: Callable[[int], Rank]
 ) -> None:
     copier.add_chunk(0)
@@ -194,9 +195,10 @@ def test_page_numbers_that_change_while_they_are_checked_reach_no_other_memory(
 
     def change() -> None:
         ring = rank.segment.backup_ring
+        tokens = np.arange(len(ring)) % PAGE_TOKENS
         while not over.is_set():
-            ring[:] = PAGES - 1
-            ring[:] = 1 << 40
+            ring[:] = (PAGES - 1) * PAGE_TOKENS + tokens
+            ring[:] = (1 << 40) + tokens
 
     changer = threading.Thread(target=change)
     changer.start()
@@ -204,7 +206,7 @@ def test_page_numbers_that_change_while_they_are_checked_reach_no_other_memory(
         for job in range(200):
             copier.say(rank.backup(job, [0] * 8, list(range(8))))
             done = copier.done(job)
-            assert done.ok or "page number" in done.error
+            assert done.ok or "is out of range" in done.error or "are no page of" in done.error
     finally:
         over.set()
         changer.join()
@@ -228,12 +230,22 @@ def test_a_job_starts_when_both_words_are_there(
     assert copier.done(1).ok
 
 
+def astray(rank: Rank, page: int, first: int, last: int) -> BackupJob:
+    """A page whose first and last token slot are not its own."""
+    job = rank.backup(1, [page], [0])
+    rank.segment.backup_ring[[0, PAGE_TOKENS - 1]] = first, last
+    return job
+
+
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
         (lambda rank: rank.backup(1, [PAGES], [0]), f"page number {PAGES} is out of range"),
         (lambda rank: rank.backup(1, [-1], [0]), "page number -1 is out of range"),
-        (lambda rank: rank.restore(1, [2**62], [0]), "is out of range"),
+        (lambda rank: rank.restore(1, [2**58], [0]), "is out of range"),
+        (lambda rank: astray(rank, 0, 1, 16), "slots 1 to 16 are no page of 16"),
+        (lambda rank: astray(rank, 0, 0, 31), "slots 0 to 31 are no page of 16"),
+        (lambda rank: astray(rank, 2, 40, 32), "slots 40 to 32 are no page of 16"),
         (lambda rank: rank.backup(1, [0], [16]), "slot 16 is out of range"),
         (lambda rank: rank.backup(1, [0], [0], chunk=5), "chunk 5 is not mapped"),
         (lambda rank: rank.restore(1, [0], [0], chunk=1), "chunk 1 has 4096 bytes"),
@@ -261,7 +273,7 @@ def test_a_job_that_makes_no_sense_fails_alone(
         assert (rank.segment.layers[0] == 1).all()
     assert not chunk.bytes.any()
     assert all((a.bytes == b).all() for a, b in zip(rank.tensors, before, strict=True))
-    assert int(rank.segment.consumed.max()) == 1
+    assert int(rank.segment.consumed.max()) == PAGE_TOKENS
     copier.say(rank.backup(2, [0], [0]))
     assert copier.done(2).ok
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from copied_ranks import LAYERS, PAGES, ROW, Rank, SharedFile, small_layout
+from copied_ranks import LAYERS, PAGE_TOKENS, PAGES, ROW, Rank, SharedFile, small_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_a_rank_whose_words_never_come_holds_up_nobody(bench: Bench) -> None:
     assert all(not done.ok and "ready words" in done.error for done in failed)
     assert stuck.segment.get_verdict(2, 9) == layout.FAILED
     assert (stuck.segment.layers[2] == 9).all()
-    assert stuck.segment.consumed.tolist() == [1, 1]
+    assert stuck.segment.consumed.tolist() == [PAGE_TOKENS, PAGE_TOKENS]
     flowing.close()
 
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from descriptors import open_descriptors, opened_since
 from hypothesis import given
 from hypothesis import strategies as st
-from tierd_client.device import SlotRun, open_device, page_numbers, ring_pieces
+from tierd_client.device import FEW_TENSORS, dense, open_device, ring_pieces
 from tierd_client.host_device import HostDevice, reached
 from tierd_client.segment import SharedSegment, create_segment
 
@@ -135,48 +136,28 @@ def test_a_tensor_without_memory_is_refused_and_no_descriptor_is_lost(device: Ho
     assert opened_since(before) == []
 
 
-# --- page numbers -----------------------------------------------------------------------------
+# --- token slots ------------------------------------------------------------------------------
 
 
-@st.composite
-def slot_tensors(draw: st.DrawFn) -> list[tuple[list[int], int]]:
-    """Pages of several pools: (page numbers, tokens of a page) of each tensor."""
-    page = st.integers(0, 2**40)
-    pages = st.lists(page, min_size=0, max_size=5)
-    return draw(st.lists(st.tuples(pages, st.sampled_from([1, 2, 16, 64])), min_size=1, max_size=6))
+@given(st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=5), max_size=2 * FEW_TENSORS))
+def test_slots_are_laid_side_by_side_in_few_tensors(given_slots: list[list[int]]) -> None:
+    slots = [torch.tensor(some, dtype=torch.int64) for some in given_slots]
+    tensors = dense(slots, 100)
+    assert len(tensors) <= FEW_TENSORS
+    assert [slot for tensor in tensors for slot in tensor.tolist()] == list(chain(*given_slots))
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in tensors)
 
 
-@given(slot_tensors())
-def test_token_slots_become_the_pages_that_they_lie_in(pools: list[tuple[list[int], int]]) -> None:
-    slots = [
-        torch.tensor([page * n + token for page in pages for token in range(n)], dtype=torch.int64)
-        for pages, n in pools
-    ]
-    given = [SlotRun(n, [tensor]) for tensor, (_, n) in zip(slots, pools, strict=True)]
-    runs = page_numbers(given, 30)
-    assert all(run.dtype == torch.int64 for run in runs)
-    assert torch.cat(runs).tolist() == [page for pages, _ in pools for page in pages]
+def test_slots_with_gaps_between_them_are_laid_side_by_side() -> None:
+    (tensor,) = dense([torch.arange(8)[::2]], 4)
+    assert tensor.tolist() == [0, 2, 4, 6]
+    assert tensor.is_contiguous()
 
 
-def test_the_slots_of_a_run_become_one_tensor() -> None:
-    wide = SlotRun(4, [torch.arange(8), torch.arange(16, 20)])
-    single = SlotRun(1, [torch.tensor([5]), torch.tensor([6])])
-    assert [run.tolist() for run in page_numbers([wide, single], 5)] == [[0, 1, 4], [5, 6]]
-
-
-def test_the_slots_themselves_are_left_alone() -> None:
-    one_token, wide = torch.tensor([6, 7]), torch.arange(8, 16)
-    (pages,) = page_numbers([SlotRun(1, [one_token])], 8)
-    pages += 1
-    (pages,) = page_numbers([SlotRun(4, [wide])], 8)
-    pages += 1
-    assert one_token.tolist() == [6, 7]
-    assert wide.tolist() == list(range(8, 16))
-
-
-def test_slots_of_another_type_are_refused() -> None:
+@pytest.mark.parametrize("count", [1, FEW_TENSORS + 1])
+def test_slots_of_another_type_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="int32; they have to be int64"):
-        page_numbers([SlotRun(1, [torch.arange(4, dtype=torch.int32)])], 8)
+        dense([torch.arange(4, dtype=torch.int32)] * count, 100)
 
 
 @given(st.integers(0, 2**63), st.integers(0, 40), st.integers(1, 40))
@@ -190,20 +171,21 @@ def test_ring_pieces_cover_each_element_once_and_in_order(
     assert len(pieces) <= 2
 
 
-def test_page_numbers_wrap_around_the_end_of_each_ring(
-    device: HostDevice, segment: SharedSegment
+@pytest.mark.parametrize("tensors", [1, FEW_TENSORS + 1])
+def test_slots_wrap_around_the_end_of_each_ring(
+    device: HostDevice, segment: SharedSegment, tensors: int
 ) -> None:
-    assert device.write_page_numbers("backup", 14, [SlotRun(8, [torch.arange(64, 96)])]) == 4
-    assert segment.fields.backup_ring[[14, 15, 0, 1]].tolist() == [8, 9, 10, 11]
-    assert device.write_page_numbers("restore", 7, [SlotRun(1, [torch.tensor([3, 4])])]) == 2
+    slots = list(torch.arange(50, 62).tensor_split(tensors))
+    device.write_slots("backup", 14, slots)
+    ring = segment.fields.backup_ring
+    assert [*ring[14:], *ring[:10]] == list(range(50, 62))
+    assert not ring[10:14].any()
+    device.write_slots("restore", 7, [torch.tensor([3, 4])])
     assert segment.fields.restore_ring[[7, 0]].tolist() == [3, 4]
-    too_many = [SlotRun(1, [torch.arange(15)]), SlotRun(2, [torch.arange(4)])]
-    with pytest.raises(ValueError, match="17 page numbers; the ring holds 16"):
-        device.write_page_numbers("backup", 0, too_many)
-    not_whole = [SlotRun(1, [torch.arange(4)]), SlotRun(4, [torch.arange(6)])]
-    with pytest.raises(ValueError, match="6 slots are not whole pages of 4 tokens"):
-        device.write_page_numbers("backup", 0, not_whole)
-    assert np.count_nonzero(segment.fields.backup_ring) == 4, "nothing of it was written"
+    before = ring.copy()
+    with pytest.raises(ValueError, match="17 token slots; the ring holds 16"):
+        device.write_slots("backup", 0, list(torch.arange(17).tensor_split(tensors)))
+    assert (ring == before).all(), "nothing of it was written"
 
 
 # --- words ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a step's pages are laid out: page numbers in the ring, keys in the message."""
+"""How a step's pages are laid out: token slots in the ring, keys in the message."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd_client.device import page_numbers
-from tierd_client.packing import Parts, Pools, grouped, key_blob, named_parts, shared_keys
+from tierd_client.packing import Pools, grouped, key_blob, named_parts, no_parts, shared_keys
 from tierd_client.pools import MOST_DIGITS, PageKeys, PoolPages, join_keys, key_at, keys_to_send
 
 TOKENS = {"kv": 4, "swa": 4, "state": 1}
@@ -33,26 +32,27 @@ NUMBERS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 NODES = st.lists(st.dictionaries(st.sampled_from(NAMES), NUMBERS), max_size=6)
 
 
-@given(nodes=NODES, start=st.integers(0, 1 << 40), names=st.sampled_from([NAMES, NAMES[:2]]))
+@given(nodes=NODES, start=st.integers(0, 1 << 40))
 @settings(deadline=None)
-def test_every_part_names_its_own_page_numbers_and_keys(
-    nodes: list[dict[str, list[int]]], start: int, names: list[str]
+def test_every_part_names_its_own_token_slots_and_keys(
+    nodes: list[dict[str, list[int]]], start: int
 ) -> None:
-    pools = Pools({name: TOKENS[name] for name in names})
-    nodes = [{pool: n for pool, n in node.items() if pool in names} for node in nodes]
-    parts = pools.parts_of(pages(pool, n) for node in nodes for pool, n in node.items())
-    layout = pools.lay_out(parts, start)
-    ring = [int(n) for run in page_numbers(layout.runs, 1 << 20) for n in run]
-    assert len(ring) == layout.end - start
+    parts = POOLS.parts_of(pages(pool, n) for node in nodes for pool, n in node.items())
+    *positions, end = parts.ring_positions(start)
+    ring = [int(n) for slots in parts.slots for n in slots]
+    assert len(ring) == end - start
     blob, at = key_blob(parts), 0
     counts = [len(node) for node in nodes]
     shared, firsts = shared_keys(parts, counts)
     first = iter(firsts)
-    by_node = grouped(named_parts(parts, layout), counts)
+    by_node = grouped(named_parts(parts, positions), counts)
     for node, named in zip(nodes, by_node, strict=True):
         for (pool, numbers), part in zip(node.items(), named, strict=True):
             assert (part.pool, part.pages) == (NAMES.index(pool), len(numbers))
-            assert ring[part.ring - start : part.ring - start + part.pages] == numbers
+            tokens = TOKENS[pool]
+            at_ring = part.ring - start
+            of_pages = ring[at_ring : at_ring + part.pages * tokens]
+            assert of_pages == [n * tokens + i for n in numbers for i in range(tokens)]
             keys = b"".join(map(key, numbers))
             assert blob[at : at + len(keys)] == keys
             at += len(keys)
@@ -81,12 +81,6 @@ def test_keys_of_a_window_are_those_of_the_prefix_and_sent_once(
 def split(keys: PageKeys) -> list[bytes]:
     assert isinstance(keys, bytes)
     return [keys[at : at + 32] for at in range(0, len(keys), 32)]
-
-
-def test_pages_of_one_size_take_one_run_however_many_nodes_they_belong_to() -> None:
-    parts = POOLS.parts_of(pages(pool, [n]) for n in range(8) for pool in NAMES)
-    layout = POOLS.lay_out(parts, 0)
-    assert [(run.page_tokens, len(run.slots)) for run in layout.runs] == [(1, 8), (4, 16)]
 
 
 @pytest.mark.parametrize("numbers", [[], [7], [1, 2, 3], list(range(100))])
@@ -129,5 +123,4 @@ def test_what_does_not_fit_together_is_refused_by_its_pool(
 
 
 def test_no_parts_take_no_place() -> None:
-    empty = POOLS.lay_out(Parts([], [], [], []), 17)
-    assert (empty.ring, empty.runs, empty.end) == ([], [], 17)
+    assert no_parts().ring_positions(17) == [17]

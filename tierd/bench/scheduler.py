@@ -52,7 +52,7 @@ def memory_line(memory: Mapping[str, int]) -> str:
         f"tierd's client in the engine's process: {mib['private_bytes']:.1f} MiB of its own, "
         f"{mib['code_bytes']:.1f} MiB of libraries that nothing else there has mapped, and "
         f"{mib['segment_bytes']:.1f} MiB shared with the daemon, of which "
-        f"{mib['ring_bytes']:.1f} MiB are rings for page numbers"
+        f"{mib['ring_bytes']:.1f} MiB are rings for token slots"
     )
 
 

@@ -291,7 +291,7 @@ class BackupDesk:
                 part = mine.parts[piece.part]
                 pages, slots = piece.of(rank, group.world_size)
                 if len(pages):
-                    ring = np.uint64(part.ring) + pages.astype(np.uint64)
+                    ring = part.ring + pages.astype(np.uint64) * np.uint64(part.page_tokens)
                     stripe = Stripe(piece.pool, ring, slots)
                     batch.parts.setdefault(session.pool_index(part.pool), []).append(stripe)
                 # Also where it has nothing to copy: no rank's pages are kept without its consent.

@@ -190,7 +190,7 @@ class Placing:
 
 
 class Stripe(NamedTuple):
-    """What one rank copies of a piece: ring positions of the page numbers, and slots."""
+    """What one rank copies of a piece: where each page begins in the ring, and slots."""
 
     pool: PagePool
     ring: npt.NDArray[np.uint64]

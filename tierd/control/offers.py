@@ -50,9 +50,10 @@ def _offer(
     offered = []
     for part, first in parts:
         name = session.pool_name(part.pool)
-        check_ring(part, session.segment.spec.backup_ring)
+        page_tokens = session.info.pools[part.pool].page_tokens
+        check_ring(part, page_tokens, session.segment.spec.backup_ring)
         own = _some(keys, first, first + part.pages)
-        offered.append(OfferPart(name, own, part.ring))
+        offered.append(OfferPart(name, own, part.ring, page_tokens))
     names = [part.pool for part in offered]
     if len(set(names)) != len(names):
         raise ProtocolError(f"seq {seq} names a pool twice: {names}")

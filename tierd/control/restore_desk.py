@@ -100,7 +100,8 @@ class RestoreDesk:
             at += size
             wants.append((item.rid, self._want(session, message.epoch, item.parts, blob)))
             for part in item.parts:
-                check_ring(part, session.segment.spec.restore_ring)
+                tokens = session.info.pools[part.pool].page_tokens
+                check_ring(part, tokens, session.segment.spec.restore_ring)
         signature = _signature(message)
         pins = session.group.leases.pin(
             message.number,
@@ -119,12 +120,13 @@ class RestoreDesk:
         parts = []
         for item, held in zip(message.items, plan, strict=True):
             for part, (pool, slots) in zip(item.parts, held, strict=True):
-                ring = np.arange(part.ring, part.ring + part.pages, dtype=np.uint64)
+                tokens = session.info.pools[part.pool].page_tokens
+                end = part.ring + part.pages * tokens
+                ring = np.arange(part.ring, end, tokens, dtype=np.uint64)
                 chunks, within = self._state.room.locate(pool, slots, rank)
                 parts.append(
                     messages.CopyPart(part.pool, ring.tobytes(), chunks.tobytes(), within.tobytes())
                 )
-                end = part.ring + part.pages
                 session.restore_ring_end = max(session.restore_ring_end, end)
 
         def done(ok: bool, lost: bool) -> None:

@@ -11,11 +11,14 @@ from tierd.wire.limits import MAX_BYTES
 from tierd.wire.messages import Part
 
 
-def check_ring(part: Part, size: int) -> None:
-    """Raises: ProtocolError: page numbers that a ring of `size` elements cannot hold, or at
+def check_ring(part: Part, page_tokens: int, size: int) -> None:
+    """Raises: ProtocolError: token slots that a ring of `size` elements cannot hold, or at
     positions that no rank comes to in its life."""
-    if part.pages > size:
-        raise ProtocolError(f"`pages` {part.pages}: more than the ring of {size} holds")
+    if part.pages * page_tokens > size:
+        raise ProtocolError(
+            f"`pages` {part.pages} of {page_tokens} token slots each: more than the ring of {size} "
+            "holds"
+        )
     if part.ring > MAX_BYTES:
         raise ProtocolError(f"`ring` {part.ring} is over the limit of {MAX_BYTES}")
 

@@ -15,11 +15,18 @@ MAX_WAITING_NUMBERS = 1 << 20
 
 @dataclass(frozen=True)
 class OfferPart:
-    """The pages of one pool in a rank's report: their keys, and where their numbers lie."""
+    """The pages of one pool in a rank's report: their keys, and where their token slots begin in
+    its ring. `page_tokens`: how many each page has there."""
 
     pool: str
     keys: Keys
     ring: int
+    page_tokens: int = 1
+
+    @property
+    def ring_end(self) -> int:
+        """The ring position after the last token slot."""
+        return self.ring + len(self.keys) * self.page_tokens
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class Offer:
 
     @property
     def ring_end(self) -> int:
-        """The ring position after the last page number."""
-        return max((part.ring + len(part.keys) for part in self.parts), default=0)
+        """The ring position after the last token slot."""
+        return max((part.ring_end for part in self.parts), default=0)
 
     def same_pages(self, other: Offer) -> bool:
         """All that must not differ between ranks."""

@@ -275,6 +275,19 @@ def check_range(what: str, values: npt.NDArray[Any], end: int) -> None:
         raise PlanError(f"{what} {int(outside[0])} is out of range; the end is {end}")
 
 
+def whole_pages(first: I64, last: I64, tokens: int) -> I64:
+    """The numbers of pages, of the first and the last token slot of each. Shape of all: (n,).
+
+    Raises: PlanError: slots that no page begins or ends with.
+    """
+    pages = first // tokens
+    astray = (first != pages * tokens) | (last - first != tokens - 1)
+    if astray.any():
+        n = int(astray.argmax())
+        raise PlanError(f"token slots {int(first[n])} to {int(last[n])} are no page of {tokens}")
+    return pages
+
+
 def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
     """Cut a restore's layers into groups of one size: as many as its geometry allows.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
 from tierd.copier.operations import I64, NO_OPS, U64, Records
-from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups
+from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups, whole_pages
 from tierd.copier.verify import Bad, Places
 from tierd.wire import layout
 from tierd.wire.geometry import HostLayout, check_pools, placed_layout
@@ -79,7 +79,7 @@ class Job:
         self.upcoming = next(self._pieces, None)
 
     def indices_ready(self) -> bool:
-        """Whether the rank's streams have written the page numbers and the KV."""
+        """Whether the rank's streams have written the token slots and the KV."""
         message = self.message
         tickets = [message.ticket] if isinstance(message, RestoreJob) else message.tickets
         ready = self.session.segment.ready
@@ -143,13 +143,21 @@ class Session:
     detaching: bool = False
 
     def ring_pages(self, direction: Direction, part: CopyPart) -> I64:
-        """A part's page numbers, copied: what is checked must be what is used. Shape: (pages,)."""
+        """A part's page numbers, of a copy of the token slots: what is checked must be what is
+        used. Shape: (pages,).
+
+        Raises: PlanError: first and last token slots that are not those of one page.
+        """
         ring = self.segment.restore_ring if direction else self.segment.backup_ring
-        pages: I64 = ring[np.frombuffer(part.ring, "<u8") % np.uint64(len(ring))]
-        return pages
+        size, first = np.uint64(len(ring)), np.frombuffer(part.ring, "<u8")
+        tokens = self.plans[part.pool].pool.page_tokens
+        slots: I64 = ring[first % size]
+        if tokens == 1:
+            return slots
+        return whole_pages(slots, ring[(first + np.uint64(tokens - 1)) % size], tokens)
 
     def consume(self, job: Job) -> None:
-        """Give the rank its ring back up to where the job's page numbers end."""
+        """Give the rank its ring back up to where the job's token slots end."""
         consumed = self.segment.consumed
         if job.message.consumed > int(consumed[job.direction]):
             consumed[job.direction] = job.message.consumed

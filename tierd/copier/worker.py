@@ -2,7 +2,7 @@
 
 One thread decides and copies; a few more pin chunks (see `pinner`), which takes tens of
 milliseconds each.
-It never waits for one rank: a job whose page numbers are not there yet is looked at again on the
+It never waits for one rank: a job whose token slots are not there yet is looked at again on the
 next turn, and at most two pieces of work a direction are on the wire.
 """
 
@@ -315,7 +315,7 @@ class Worker:
             job.proceed()
 
     def _start(self, job: Job) -> None:
-        """Let a job begin if its page numbers are there, or fail it."""
+        """Let a job begin if its token slots are there, or fail it."""
         try:
             if not job.indices_ready():
                 if self._clock() < job.deadline_s:

@@ -35,7 +35,7 @@ class SegmentSpec:
     """Sizes of a client's segment. `max_layers` is at most 4,096."""
 
     backup_ring: int = 1 << 20
-    restore_ring: int = 1 << 19
+    restore_ring: int = 1 << 20
     max_layers: int = 256
 
     @property
@@ -70,9 +70,9 @@ class Segment:
     | `consumed` | uint64 (2,) | copier | client: ring positions free again (backup, restore) |
     | `verdict` | uint64 (entries,) | copier or control | client: `generation << 2 \\| state` |
     | `awaited` | uint32 (entries,) | client | whoever releases waiting streams: the generation |
-    | `ready` | uint32 (tickets, 2) | streams of the client | copier: page numbers, KV written |
+    | `ready` | uint32 (tickets, 2) | streams of the client | copier: token slots, KV written |
     | `layers` | uint32 (entries, max_layers) | copier's stream | streams of the client |
-    | `backup_ring`, `restore_ring` | int64 (n,) | client | copier: page numbers |
+    | `backup_ring`, `restore_ring` | int64 (n,) | client | copier: token slots |
 
     Ring positions count up for ever; position p is element p % n. Ticket t's words hold t once
     ready, in element t % TICKETS. A layer word holds its restore's generation once the layer may
@@ -118,7 +118,7 @@ class Segment:
         self._head[0] = SEGMENT_MAGIC
 
     def ready_offset(self, ticket: int, word: int) -> int:
-        """Byte offset in the segment of a ready word (0: page numbers, 1: KV)."""
+        """Byte offset in the segment of a ready word (0: token slots, 1: KV)."""
         return self.offsets["ready"] + (ticket % TICKETS) * 8 + word * 4
 
     def layer_offset(self, entry: int, layer: int) -> int:

@@ -214,7 +214,7 @@ class Part(Struct, array_like=True, frozen=True):
     """The pages of one pool in a restore, or in what comes before a backup.
 
     Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
-    first page number in the segment's index ring.
+    first page's first token slot in the segment's index ring.
     """
 
     pool: PoolIndex
@@ -224,7 +224,7 @@ class Part(Struct, array_like=True, frozen=True):
 
 class Flush(Message, frozen=True, tag="flush"):
     """A step's backups, by columns: a struct for each would cost the sender, an engine's scheduler
-    thread, more than all else that it does for one. Page numbers are valid in the ring once both
+    thread, more than all else that it does for one. Token slots are valid in the ring once both
     ready words of `ticket` say so; `fence` is the value of the fence word that the copier must
     still find after its copies.
 
@@ -234,8 +234,9 @@ class Flush(Message, frozen=True, tag="flush"):
     before its first one, empty if there is none, None if the client cannot tell.
 
     Row j of `pools`, `pages`, `ring` and `first` is a part. `ring`: the absolute position of its
-    first page number in the segment's index ring. `first`: which key of `keys` is that of its
-    first page; the others follow. Parts may share keys, as a window's pages do with the prefix's.
+    first token slot in the segment's index ring; those of all its pages follow. `first`: which key
+    of `keys` is that of its first page; the others follow. Parts may share keys, as a window's
+    pages do with the prefix's.
 
     `digits`: in place of `keys`, the same as hexadecimal digits: an engine that has those leaves it
     to the daemon to make bytes of them.
@@ -370,8 +371,8 @@ class Detach(Message, frozen=True, tag="detach"):
 class CopyPart(Struct, array_like=True, frozen=True):
     """Pages of one pool in a job.
 
-    `ring`: uint64 blob, the ring position of each page's number. `chunks`: uint64 blob, the chunk
-    of each page. `slots`: uint32 blob, its slot within that chunk.
+    `ring`: uint64 blob, the ring position of each page's first token slot. `chunks`: uint64 blob,
+    the chunk of each page. `slots`: uint32 blob, its slot within that chunk.
     """
 
     pool: PoolIndex

@@ -323,7 +323,7 @@ def client_memory(device: str, socket: str) -> dict[str, int]:
     Call before anything of the client is in use. Returns: `private_bytes`, the growth of its own
     memory that it has written to; `code_bytes`, that of files that it has mapped and nobody else
     has, such as the CUDA bindings, which the kernel can drop; `segment_bytes` that it shares with
-    the daemon, of which the page numbers' rings are `ring_bytes`.
+    the daemon, of which the rings for token slots are `ring_bytes`.
     """
     from tierd.wire.layout import SegmentSpec
 
