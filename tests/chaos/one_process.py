@@ -185,7 +185,7 @@ class OneProcess:
         """At rest every used slot is a page, and nothing is held that no lease holds."""
         for catalog in self.state.catalogs.values():
             for pool in catalog.pools.values():
-                assert pool.capacity - pool.free_slots == pool.pages
+                assert pool.capacity - pool.free_slots == pool.pages + pool.withdrawn
         assert not len(self.state.writers)
 
     def describe(self) -> str:

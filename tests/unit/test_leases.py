@@ -134,7 +134,7 @@ def test_an_answer_that_cannot_be_given_leases_nothing() -> None:
     pool = make_pool(16, a=4)
     leases = Leases(lease_s=LEASE_S, max_share=1.0)
 
-    def gone(_: list[int]) -> None:
+    def gone(_: list[int], __: float) -> None:
         raise ChannelClosed
 
     with pytest.raises(ChannelClosed):

@@ -14,6 +14,7 @@ import numpy as np
 from tierd.control.keys import Keys
 from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
+from tierd.wire.limits import KEY_BYTES
 
 FEW = 4
 """Boundaries that a lookup answers with, at most."""
@@ -36,6 +37,8 @@ class Lease:
     keys: Keys
     lengths: list[int]
     held: Held
+    positions: dict[int, Slots]
+    """By windowed pool (its id), where in the chain each of its held pages stands, ascending."""
     expires: float
     noted: bool = False
     """Has the eviction been told that its pages were used?"""
@@ -89,7 +92,7 @@ class Leases:
         pools: list[PagePool],
         *,
         now: float,
-        answer: Callable[[list[int]], None] = lambda _: None,
+        answer: Callable[[list[int], float], None] = lambda _, __: None,
     ) -> list[int]:
         """Page counts at which a chain can be resumed, ascending, the same for every rank that
         asks the same. All the pages that they need are leased.
@@ -99,18 +102,22 @@ class Leases:
 
         Args:
             pools: Whose pages a boundary needs. At least one has no window.
-            answer: Told the counts as soon as they are known, before the rest is done: nobody has
-                to wait for that. If it raises, nothing more is leased.
+            answer: Told the counts as soon as they are known, and for how many seconds they are
+                held, before the rest is done: nobody has to wait for that. If it raises, nothing
+                more is leased.
         """
         lease = self._leases.get(rid)
         if lease is not None:
             if lease.pools == pools and lease.keys == keys:
-                lease.expires = now + self._lease_s
-                answer(lease.lengths)
+                # Who waits for the memory of pages that have been withdrawn waits no longer than
+                # for what was granted before.
+                if not any(pool.are_withdrawn(slots) for pool, slots in lease.held):
+                    lease.expires = now + self._lease_s
+                answer(lease.lengths, max(0.0, lease.expires - now))
                 return lease.lengths
             self._end(rid)
         if self._keys + len(keys) > self._max_keys:
-            answer([])
+            answer([], self._lease_s)
             return []
         whole = [pool for pool in pools if not pool.window]
         windowed = [pool for pool in pools if pool.window]
@@ -127,16 +134,18 @@ class Leases:
         windows = [pool.present(keys[:longest]) for pool in windowed]
         lengths = few(boundaries(longest, windowed, windows), spread=not windowed)
         held: Held = []
+        positions: dict[int, Slots] = {}
         for pool, slots in zip(windowed, windows, strict=True):
             lengths, needed = self._fit(pool, slots, lengths)
-            held.append((pool, needed))
-        answer(lengths)
+            held.append((pool, slots[needed]))
+            positions[id(pool)] = needed
+        answer(lengths, self._lease_s)
         if not lengths:
             return []
         held += [(pool, run[: lengths[-1]]) for pool, run in zip(whole, runs, strict=True)]
         for pool, slots in held:
             pool.hold(slots)
-        self._leases[rid] = Lease(pools, keys, lengths, held, now + self._lease_s)
+        self._leases[rid] = Lease(pools, keys, lengths, held, positions, now + self._lease_s)
         self._keys += len(keys)
         return lengths
 
@@ -155,14 +164,15 @@ class Leases:
         return max(0, int(self._max_share * pool.capacity) - pool.held)
 
     def _fit(self, pool: PagePool, slots: Slots, lengths: list[int]) -> tuple[list[int], Slots]:
-        """The longest boundaries whose windows fit in a pool's share, and their pages."""
+        """The longest boundaries whose windows fit in a pool's share, and where in the chain their
+        pages stand."""
         room = self._room(pool)
         kept: list[int] = []
         needed: set[int] = set()
         for n in reversed(lengths):
-            more = needed | set(slots[max(0, n - pool.window) : n].tolist())
-            fresh = np.fromiter(more, np.int64)
-            if int(np.count_nonzero(~pool.are_held(fresh))) > room:
+            more = needed | set(range(max(0, n - pool.window), n))
+            pages = slots[np.fromiter(more, np.int64)]
+            if int(np.count_nonzero(~pool.are_held(pages))) > room:
                 break
             kept.append(n)
             needed = more
@@ -198,7 +208,8 @@ class Leases:
         pins = Pins(signature, plan, set(ranks), deadline)
         for held in plan or ():
             for pool, slots in held:
-                pool.touch(slots, tick)
+                if pool.are_committed(slots):
+                    pool.touch(slots, tick)
                 pool.hold(slots)
                 pins.held.append((pool, slots))
         for rid, _ in wants:
@@ -281,14 +292,33 @@ def few(counts: Sequence[int] | Slots, *, spread: bool) -> list[int]:
 
 
 def _leased(lease: Lease | None, pool: PagePool, keys: Keys) -> Slots:
-    """The slot of each page, MISSING for those that are not here. Those that a lease holds of a
-    whole chain are still theirs: the keys need not be looked up again."""
-    if lease is not None and not pool.window and lease.keys.blob.startswith(keys.blob):
+    """The slot of each page, MISSING for those that are not here. Those that a lease holds of its
+    chain are still theirs, also if nobody else can find them any more."""
+    if lease is None:
+        return pool.present(keys)
+    if pool.window:  # they stand anywhere in the chain, and are seldom withdrawn
+        slots = pool.present(keys)
+        return slots if (slots >= 0).all() else _windowed(lease, pool, keys, slots)
+    if lease.keys.blob.startswith(keys.blob):  # they need not be looked up again
         for leased, slots in lease.held:
             mine = slots[: len(keys)]
-            if leased is pool and len(mine) == len(keys) and pool.are_committed(mine):
+            if leased is pool and len(mine) == len(keys) and pool.may_load(mine):
                 return mine
     return pool.present(keys)
+
+
+def _windowed(lease: Lease, pool: PagePool, keys: Keys, found: Slots) -> Slots:
+    """Those of a windowed pool that a lease holds, if it holds all of them; else what was found."""
+    at, odd = divmod(lease.keys.blob.find(keys.blob), KEY_BYTES)
+    for leased, slots in lease.held:
+        if leased is pool and at >= 0 and not odd:
+            positions = lease.positions[id(pool)]
+            first = int(positions.searchsorted(at))
+            mine = slots[first : first + len(keys)]
+            stand = positions[first : first + len(keys)]
+            if np.array_equal(stand, np.arange(at, at + len(keys))) and pool.may_load(mine):
+                return mine
+    return found
 
 
 def _release(held: Held) -> None:

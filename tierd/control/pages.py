@@ -32,8 +32,9 @@ SPAN = 4096
 """Slots whose keys are named at a time."""
 
 _COMMITTED = bytes([COMMITTED])
-_SPOILED = 3
-"""A slot whose page has gone, though somebody still holds it. Its header says FREE."""
+_SPOILED, _WITHDRAWN = 3, 4
+"""A slot whose page has gone, though somebody still holds it. Its bytes are wrong, and its header
+says FREE; or they are right, and whoever holds it may load it."""
 
 CHUNKS_TRIED = 4
 """The coldest chunks of a pool that are looked at for one that nobody uses right now."""
@@ -106,6 +107,9 @@ class PagePool:
         self._capacity = 0
         self._committed = 0
         self._held = 0
+        self._withdrawn = 0
+        # Chunks that are given up as soon as nobody uses a page of theirs.
+        self._leaving: set[int] = set()
         self._free = FreeSlots(most)
         self._ages = ChunkAges(lambda n: self.policy.recency(slice(*self._span(n))))
         self._orphans = Orphans()
@@ -132,6 +136,11 @@ class PagePool:
         """Pages under at least one lease or pin."""
         return self._held
 
+    @property
+    def withdrawn(self) -> int:
+        """Slots whose pages have gone, and that somebody holds still."""
+        return self._withdrawn
+
     def add_chunk(self, ordinal: int) -> None:
         """The slots of chunk `ordinal` may be used."""
         first, end = self._span(ordinal)
@@ -155,13 +164,9 @@ class PagePool:
                 return age, ordinal
         return None
 
-    def coldest_use(self, but: Set[int] = frozenset()) -> int | None:
-        """The last use of the chunk that was used least recently, whether or not it may go; of a
-        pool of many chunks, of one of the coldest. None if there is no chunk.
-
-        Args: `but`: not these.
-        """
-        return next((age for age, _ in self._ages.coldest(but)), None)
+    def oldest_chunk(self, but: Set[int] = frozenset()) -> tuple[int, int] | None:
+        """The same, whether or not its pages may go. None: there is no chunk."""
+        return next(self._ages.coldest(but), None)
 
     def may_remove(self, ordinal: int, most: int | None = None) -> bool:
         """May the pages of a chunk go, with all that follow them? Not while one of them is held or
@@ -175,28 +180,41 @@ class PagePool:
     def remove_chunk(self, ordinal: int) -> int:
         """Evict every page of a chunk with all that follows them, and give its slots up.
 
-        Returns the number of pages evicted. `may_remove` says whether a chunk allows it.
+        Returns the number of pages evicted. `may_remove`, or of one that was withdrawn `is_vacant`,
+        says whether a chunk allows it.
         """
-        doomed = self._doomed(ordinal) or set()
-        evicted = 0
-        with self._dropping() as drop:
-            parent, children = self.policy.parent, self.policy.children
-            for slot in sorted(doomed):
-                # From each leaf upwards: a page goes after everything that follows it.
-                run: list[int] = []
-                while slot in doomed and children[slot] == bool(run):
-                    doomed.discard(slot)
-                    run.append(slot)
-                    slot = int(parent[slot])
-                if run:
-                    drop(np.array(run))
-                    evicted += len(run)
+        if ordinal in self._leaving:
+            self._leaving.discard(ordinal)
+            return 0
+        evicted = self._drop_all(self._doomed(ordinal) or set())
         self.evictions += evicted
         first, end = self._span(ordinal)
         self._free.remove_range(first, end)
         self._capacity -= end - first
         self._ages.remove(ordinal)
         return evicted
+
+    def withdraw_chunk(self, ordinal: int) -> int:
+        """Nobody finds the pages of a chunk from now on, and none come to it; those that are being
+        written there go once they have come. Whoever holds a page may still load it. What comes
+        after these pages elsewhere waits for them to be backed up again.
+
+        Returns the number of pages evicted. `is_vacant` says when the last one has left.
+        """
+        first, end = self._span(ordinal)
+        states = self._state[first:end]
+        free = np.flatnonzero(states == FREE) + first
+        self._leaving.add(ordinal)
+        self._ages.remove(ordinal)
+        self._free.remove(free)
+        self._capacity -= len(free)
+        evicted = self._withdraw(np.flatnonzero(states == COMMITTED) + first)
+        self.evictions += evicted
+        return evicted
+
+    def is_vacant(self, ordinal: int) -> bool:
+        """Is there no page in a chunk, nor one that is held or being written?"""
+        return not self._state[slice(*self._span(ordinal))].any()
 
     def evict(self, count: int) -> int:
         """Evict up to `count` pages; returns how many went."""
@@ -248,6 +266,15 @@ class PagePool:
     def are_committed(self, slots: Slots) -> bool:
         """Can all of these be hit?"""
         return bool((self._state[slots] == COMMITTED).all())
+
+    def are_withdrawn(self, slots: Slots) -> bool:
+        """Are some of these held, though nobody else can find them any more?"""
+        return self._withdrawn > 0 and bool((self._state[slots] >= _SPOILED).any())
+
+    def may_load(self, slots: Slots) -> bool:
+        """Are the bytes of all these right? Only for slots that the caller holds."""
+        states = self._state[slots]
+        return bool(((states == COMMITTED) | (states == _WITHDRAWN)).all())
 
     def are_held(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these are under a lease or pin. Shape: (len(slots),)."""
@@ -318,9 +345,13 @@ class PagePool:
         """Undo a `hold` of these pages."""
         self._holds[slots] -= 1
         left = _distinct(slots[self._holds[slots] == 0])
-        self._held -= len(left)
+        gone = left[self._state[left] >= _SPOILED] if self._withdrawn else left[:0]
+        self._held -= len(left) - len(gone)
         self.policy.allow(left)
-        self._set_free(left[self._state[left] == _SPOILED])
+        if len(gone):
+            self._withdrawn -= len(gone)
+            self._records.freed(gone)
+            self._set_free(gone)
 
     def reserve(
         self, keys: Keys, parent: bytes | None, known: Slots, now: int, *, follow: int = 0
@@ -371,6 +402,9 @@ class PagePool:
         self._records.committed(slots)
         if self.on_commit is not None:
             self.on_commit(self._index.keys_of(slots))
+        if self._leaving:
+            here = np.isin(slots // self.host.chunk_slots, list(self._leaving))
+            self.evictions += self._withdraw(slots[here])
 
     def abort(self, slots: Slots) -> None:
         """These WRITING pages will not come, and nothing writes to their slots any more.
@@ -381,10 +415,8 @@ class PagePool:
             with self._dropping(visible=False) as drop:
                 drop(slots)
             return
+        self._orphan_followers(slots)
         parent = self.policy.parent
-        inside = Counter(parent[slots].tolist())
-        followed = [s for s in slots.tolist() if self.policy.children[s] > inside[s]]
-        self._orphan_followers(np.array(followed, np.int64), but=set(slots.tolist()))
         upwards = slots[::-1]
         breaks = np.flatnonzero(parent[upwards[:-1]] != upwards[1:]) + 1
         with self._dropping(visible=False) as drop:
@@ -438,29 +470,40 @@ class PagePool:
 
         Returns how many there were; some may have gone already.
         """
-        slots = slots[self._state[slots] == COMMITTED]
-        self._orphan_followers(slots)
-        with self._dropping() as drop:
-            for slot in slots:
-                drop(np.array([slot]))
-        held = slots[self._holds[slots] > 0]
+        known = np.unique(slots)
+        known = known[(self._state[known] == COMMITTED) | (self._state[known] == _WITHDRAWN)]
+        self._withdraw(known[self._state[known] == COMMITTED])
+        held = known[self._state[known] == _WITHDRAWN]
         self._state[held] = _SPOILED
-        self._free.remove(held)
-        return len(slots)
+        self._records.freed(held)
+        return len(known)
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _orphan_followers(self, slots: Slots, but: Set[int] = frozenset()) -> None:
-        """What comes after these pages, whose slots are about to be given up, waits for them; but
-        for some that are given up too."""
-        for slot in slots[self.policy.children[slots] > 0].tolist():
+    def _withdraw(self, slots: Slots) -> int:
+        """These pages go, whoever holds them. Returns how many there were."""
+        self._orphan_followers(slots)
+        return self._drop_all(set(slots.tolist()))
+
+    def _orphan_followers(self, slots: Slots) -> None:
+        """What comes after these pages elsewhere waits for them: their slots are about to be given
+        up."""
+        here = set(slots.tolist())
+        inside = Counter(self.policy.parent[slots].tolist())
+        children = self.policy.children[slots].tolist()
+        followed = [s for s, n in zip(slots.tolist(), children, strict=True) if n > inside[s]]
+        for slot in followed:
             for child in self.policy.following(slot):
-                if child not in but:
+                if child not in here:
                     self.policy.orphan(child)
                     self._orphans.add(child, self._index.keys_of(np.array([slot])).blob)
 
     def _set_free(self, slots: Slots) -> None:
         self._state[slots] = FREE
+        if self._leaving:
+            stays = ~np.isin(slots // self.host.chunk_slots, list(self._leaving))
+            self._capacity -= len(slots) - int(np.count_nonzero(stays))
+            slots = slots[stays]
         self._free.add(slots)
 
     def _span(self, ordinal: int) -> tuple[int, int]:
@@ -522,13 +565,37 @@ class PagePool:
         may_go &= self._state[slots] == COMMITTED
         return may_go
 
+    def _drop_all(self, doomed: set[int]) -> int:
+        """These pages go, that nothing else follows. Returns how many there were."""
+        evicted = 0
+        with self._dropping() as drop:
+            parent, children = self.policy.parent, self.policy.children
+            for slot in sorted(doomed):
+                # From each leaf upwards: a page goes after everything that follows it.
+                run: list[int] = []
+                while slot in doomed and children[slot] == bool(run):
+                    doomed.discard(slot)
+                    run.append(slot)
+                    slot = int(parent[slot])
+                if run:
+                    drop(np.array(run))
+                    evicted += len(run)
+        return evicted
+
     def _drop(self, slots: Slots, visible: bool) -> None:
-        """The policy has let go of these pages; now everybody else does."""
+        """The policy has let go of these pages; now everybody else does, but for those who hold
+        some of them: what they hold stays as it is until they are done."""
         if self._orphans:
             for slot in slots.tolist():
                 self._orphans.discard(slot)
         keys = self._index.remove(slots)
         self._committed -= len(slots) if visible else 0
+        held = self._holds[slots] > 0
+        if held.any():
+            self._state[slots[held]] = _WITHDRAWN
+            self._held -= int(np.count_nonzero(held))
+            self._withdrawn += int(np.count_nonzero(held))
+            slots = slots[~held]
         self._set_free(slots)
         if self.on_drop is not None:
             self.on_drop(keys, visible)

@@ -32,8 +32,7 @@ class RestoreDesk:
         if all(session.info.pools[index].window for index in message.pools):
             raise ProtocolError(f"`pools` {names} all have a window; name one without, too")
 
-        def answer(lengths: list[int]) -> None:
-            lease_s = self._state.deadlines.lease_s
+        def answer(lengths: list[int], lease_s: float) -> None:
             session.channel.send(
                 messages.LookupReply(request=message.request, lengths=lengths, lease_s=lease_s)
             )
@@ -50,7 +49,7 @@ class RestoreDesk:
                 answer=answer,
             )
         else:
-            answer(lengths)
+            answer(lengths, self._state.deadlines.lease_s)
         self._state.counters["lookups"] += 1
         self._state.counters["lookup_hits"] += bool(lengths)
         if lengths:

@@ -2,17 +2,21 @@
 
 A pool grows while the budget lasts and evicts once it does not. Chunks move to the pools that have
 to evict from those whose pages are older, so that no fixed ratio leaves one full and another empty.
+Where somebody uses a page of every chunk, the oldest one is cleared: it goes to the pool that needs
+it once the last lease, pin or copy there has ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.control.catalog import Catalog
+from tierd.control.clearings import Clearings, Row
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.pages import PagePool
 from tierd.control.stock import Stock
@@ -31,8 +35,13 @@ DISSOLVED_PAGES, DISSOLVED_ROWS = 1024, 16
 """What a namespace that nobody uses gives back at a time."""
 NEVER_COLD = 1 << 62
 
-Row = tuple[int, int]
-"""A pool (its id) and an ordinal."""
+
+@dataclass
+class Promise:
+    """Memory that is one pool's to claim. `nbytes`: how much; `until`: for how long."""
+
+    nbytes: int
+    until: float
 
 
 class RoomKeeper:
@@ -57,8 +66,11 @@ class RoomKeeper:
         self._broken: dict[Row, set[int]] = {}
         # Pools that have evicted for want of room since the last look.
         self._pressed: set[int] = set()
-        # The pool that a chunk was taken from another for, and how long the others leave it alone.
-        self._promise: tuple[int, float] | None = None
+        # By pool, memory that others have given back for it, and how long they leave it alone.
+        self._promises: dict[int, Promise] = {}
+        self._clearings = Clearings()
+        # By pool, since when there has been no room for it.
+        self._lacking: dict[int, float] = {}
         # Pools in which room has been made: their arrivals then, and how long the others leave them
         # alone. Two that took it from each other before either used it would do so for ever.
         self._unused: dict[int, tuple[int, float]] = {}
@@ -175,7 +187,19 @@ class RoomKeeper:
         Returns: True: they are free now. None: a chunk is on its way; ask again later. False:
             there is no room to be had.
         """
+        made = self._make_room(pool, missing, sharers)
+        if made:
+            self._lacking.pop(id(pool), None)
+        return made
+
+    def _make_room(
+        self,
+        pool: PagePool,
+        missing: int,
+        sharers: Sequence[tuple[int, Copier]],
+    ) -> bool | None:
         wanted = pool.free_slots + missing
+        self._hand_over()
         self._grow(pool, missing, sharers)
         lack = wanted - pool.free_slots
         if lack <= 0:
@@ -190,13 +214,16 @@ class RoomKeeper:
             return True
         if self.busy:
             return None
+        if wanted > self._most_slots(pool):
+            return False  # whatever others gave
         # It has too little of its own: whoever has something gives.
         if not self._take(pool, NEVER_COLD):
+            if any(other.loosen() for other in self._givers(pool)):
+                return None
+            self._clear_for(pool, wanted - pool.free_slots)
             others = (other for other in self._pools.values() if other is not pool)
-            wait = any(map(self._is_unused, others))
-            wait = wait or any(other.loosen() for other in self._givers(pool))
-            return None if wait else False
-        self._promise = (id(pool), self._now + PROMISE_S)
+            return None if any(map(self._is_unused, others)) else False
+        self._promise(pool, PROMISE_S)
         self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
 
@@ -210,18 +237,24 @@ class RoomKeeper:
         self.stock.tick()
         for key in list(self._broken):
             self._drop_broken(key)
-        if self._promise is not None and self._promise[1] <= now:
-            self._promise = None
-        if self.stock.busy or self._promise is not None or len(self._pools) == 1:
+        self._hand_over()
+        # A model's pools are of use together: what one has been promised waits for the others.
+        waiting = [self._catalogs[n] for n in self._clearings.takers if n in self._catalogs]
+        self._promises = {
+            number: promise
+            for number, promise in self._promises.items()
+            if promise.until > now or self._catalogs[number] in waiting
+        }
+        if self.stock.busy or self._promises or len(self._pools) == 1:
             return
         pressed, self._pressed = self._pressed, set()
         for pool in [self._pools[number] for number in pressed if number in self._pools]:
             if pool.name in self._shares:
                 continue  # it has what it may have
             # Whether it could give one of its own now, which it writes to, does not matter.
-            mine = pool.coldest_use(self._broken_rows(pool))
-            if mine is not None and self._take(pool, mine):
-                self._promise = (id(pool), now + PROMISE_S)
+            mine = pool.oldest_chunk(self._broken_rows(pool))
+            if mine is not None and self._take(pool, mine[0]):
+                self._promise(pool, PROMISE_S)
                 return
 
     def ready(self, holder: Copier, number: int, error: str) -> bool:
@@ -271,8 +304,8 @@ class RoomKeeper:
         for pool in catalog.pools.values():
             del self._rows[id(pool)], self._pools[id(pool)], self._catalogs[id(pool)]
             self._unused.pop(id(pool), None)
-            if self._promise is not None and self._promise[0] == id(pool):
-                self._promise = None
+            self._promises.pop(id(pool), None)
+            self._lacking.pop(id(pool), None)
         return True
 
     def close(self) -> None:
@@ -293,18 +326,32 @@ class RoomKeeper:
         sharers: Sequence[tuple[int, Copier]],
     ) -> None:
         """Claim chunks for so many more slots, less what is being pinned already."""
-        if self._promise is not None and self._promise[0] != id(pool):
-            return
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
         while rows > 0 and self._may_have(pool) and self._claim(pool, sharers):
-            self._promise = None
+            promise = self._promises.get(id(pool))
+            if promise is not None:
+                promise.nbytes -= _row_bytes(pool)
+                if promise.nbytes <= 0:
+                    del self._promises[id(pool)]
             rows -= 1
 
     def _may_have(self, pool: PagePool) -> bool:
-        """Is there a row of chunks for a pool, within the budget and within its cap?"""
-        if not self.store.fits(pool.host, pool.shards):
-            return False
+        """Is there a row of chunks for a pool, that was promised to no other, within its cap?"""
+        return _row_bytes(pool) <= self._free_bytes(pool) and self._is_below_cap(pool)
+
+    def _free_bytes(self, pool: PagePool) -> int:
+        """What nobody has claimed of the budget, less what was promised to other pools."""
+        kept = sum(p.nbytes for number, p in self._promises.items() if number != id(pool))
+        return self.store.budget_bytes - self.store.claimed_bytes - kept
+
+    def _most_slots(self, pool: PagePool) -> int:
+        """How many slots a pool could have, if no other had any."""
+        budget = self._shares.get(pool.name, 1.0) * self.store.budget_bytes
+        return int(budget / _row_bytes(pool)) * pool.host.chunk_slots
+
+    def _is_below_cap(self, pool: PagePool) -> bool:
+        """May a pool and its namesakes have one more row?"""
         if pool.name not in self._shares:
             return True
         namesakes = [p for p in self._pools.values() if p.name == pool.name]
@@ -314,8 +361,7 @@ class RoomKeeper:
             for row in self._rows[id(p)].rows.values()
             for chunk in row
         )
-        row = pool.host.chunk_bytes * pool.shards
-        return taken + row <= self._shares[pool.name] * self.store.budget_bytes
+        return taken + _row_bytes(pool) <= self._shares[pool.name] * self.store.budget_bytes
 
     def _claim(self, pool: PagePool, sharers: Sequence[tuple[int, Copier]]) -> bool:
         """Claim a row: usable at once if the stock has it pinned. False: not now."""
@@ -387,6 +433,7 @@ class RoomKeeper:
 
     def _remove(self, row: Row) -> None:
         """Evict what is in a row and give its chunks back."""
+        self._clearings.discard(row)
         self._pools[row[0]].remove_chunk(row[1])
         self._drop_row(row, self._broken.pop(row, set()))
 
@@ -406,11 +453,15 @@ class RoomKeeper:
 
     def _givers(self, pool: PagePool) -> Iterator[PagePool]:
         """The pools that may have to give a chunk to this one."""
+        capped = not self._is_below_cap(pool)
         for other in self._pools.values():
             # A model's pools are of use together: none takes the last that another one has.
             siblings = self._catalogs[id(other)] is self._catalogs[id(pool)]
-            last = siblings and len(self._rows[id(other)].rows) == 1
-            if other is not pool and not last and not self._is_unused(other):
+            left = len(self._rows[id(other)].rows) - self._clearings.count_of(id(other))
+            of_no_use = capped and other.name != pool.name
+            if other is pool or (siblings and left <= 1) or of_no_use:
+                continue
+            if not self._is_unused(other):
                 yield other
 
     def _take(self, pool: PagePool, colder_than: int) -> bool:
@@ -426,6 +477,63 @@ class RoomKeeper:
         _, ordinal, other = coldest
         self._remove((id(other), ordinal))
         return True
+
+    def _promise(self, pool: PagePool, time_s: float, nbytes: int | None = None) -> None:
+        """Memory has been given back for a pool, a row unless more is said."""
+        promise = self._promises.setdefault(id(pool), Promise(0, 0.0))
+        promise.nbytes = max(promise.nbytes, nbytes or _row_bytes(pool))
+        promise.until = max(promise.until, self._now + time_s)
+
+    def _clear_for(self, pool: PagePool, lack: int) -> None:
+        """No chunk can be given up as it is. Have the oldest ones cleared for a pool, and for those
+        of its model that have none either: leases that follow each other for ever must not keep
+        anybody from a first chunk. A pool that has some can wait for a while: most often its own
+        pages are about to be there.
+
+        Args: `lack`: so many slots are missing.
+        """
+        since = self._lacking.setdefault(id(pool), self._now)
+        if pool.capacity and self._now - since < PROMISE_S:
+            return
+        own = pool.pages - pool.held
+        self._clear_rows_for(pool, -(-max(1, lack - own) // pool.host.chunk_slots))
+        for sibling in self._catalogs[id(pool)].pools.values():
+            if sibling is not pool and not self._rows[id(sibling)].rows:
+                self._clear_rows_for(sibling, 1)
+
+    def _clear_rows_for(self, taker: PagePool, rows: int) -> None:
+        if id(taker) in self._clearings.takers:
+            return
+        needed = rows * _row_bytes(taker)
+        lack = needed - self._free_bytes(taker)
+        while lack > 0:
+            oldest: tuple[int, int, PagePool] | None = None
+            for other in self._givers(taker):
+                found = other.oldest_chunk(self._broken_rows(other))
+                if found is not None and (oldest is None or found[0] < oldest[0]):
+                    oldest = (*found, other)
+            if oldest is None:
+                return
+            _, ordinal, other = oldest
+            row = (id(other), ordinal)
+            other.withdraw_chunk(ordinal)
+            self._clearings.add(row, id(taker), needed, self._now)
+            lack -= sum(chunk.size for chunk in self._chunks(row))
+
+    def _hand_over(self) -> None:
+        """What has been cleared goes to whom it was cleared for, and is left to it for as long as
+        that took: it may ask seldom."""
+        for done in self._clearings.complete(lambda row: self._pools[row[0]].is_vacant(row[1])):
+            for row in done.rows:
+                self._remove(row)
+            if done.taker in self._pools:
+                took_s = max(PROMISE_S, self._now - done.since)
+                self._promise(self._pools[done.taker], took_s, done.nbytes)
+
+
+def _row_bytes(pool: PagePool) -> int:
+    """What a pool claims at a time: a chunk a shard."""
+    return pool.host.chunk_bytes * pool.shards
 
 
 def _shard(pool: PagePool, rank: int) -> int:

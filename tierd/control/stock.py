@@ -159,7 +159,7 @@ class Stock:
     def acquire(self, homes: Sequence[Copier], size: int) -> list[Chunk] | None:
         """A chunk for each of some devices, all or none; `add` says whether it is pinned.
 
-        Call only if the budget allows it (`ChunkStore.fits`). None: chunks that nobody has
+        Call only if the budget allows it. None: chunks that nobody has
         claimed have to be given back first; ask again when they are.
         """
         shelves = [self._shelves[home.device] for home in homes]
@@ -187,7 +187,7 @@ class Stock:
     def adopt(self, row: Sequence[FoundChunk], directory: PersistDirectory) -> list[Chunk]:
         """Take in chunks that an earlier daemon has left, claimed already, one a shard.
 
-        Call only if the budget allows it (`ChunkStore.fits`).
+        Call only if the budget allows it.
         """
         chunks = []
         shelves = list(self._shelves.values())

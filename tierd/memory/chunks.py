@@ -202,10 +202,6 @@ class ChunkStore:
         self._chunks: dict[int, Chunk] = {}
         self._number = 0
 
-    def fits(self, host: HostLayout, shards: int) -> bool:
-        """May a pool claim another row?"""
-        return self.claimed_bytes + host.chunk_bytes * shards <= self.budget_bytes
-
     def create(self, size: int, home: str) -> Chunk | None:
         """A new chunk, near a device; None: the budget does not allow it.
 
