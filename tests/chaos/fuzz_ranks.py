@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +22,8 @@ from one_process import DEADLINE_S, OneProcess, memfd
 from tierd_client.segment import create_segment
 
 from tierd.channel import Channel, ChannelClosed, close_all
+from tierd.control.keys import Keys
+from tierd.control.sheds import Shed
 from tierd.wire import codec, limits, messages
 from tierd.wire.errors import ProtocolError
 from tierd.wire.layout import SegmentSpec
@@ -34,6 +38,9 @@ CANARY = 0xA5
 TICKET = 1
 CHAINS = 60
 PATIENCE_S = 120.0
+EXCUSES = (Shed.NO_ROOM.value, Shed.LATE_ROOM.value, Shed.COPIER.value)
+"""Why a backup that makes sense may be decided against in a full tier; the last one is a copier
+that was not heard of for a moment."""
 
 
 def key(chain: int, page: int) -> bytes:
@@ -366,18 +373,31 @@ class HonestEngine:
         self._daemon = daemon
         self._rank = FuzzRank(daemon, "honest", 0, 1)
         self._rounds = 0
+        self.refused = Counter[str]()
+        """Why it got nothing kept or nothing back, and how often."""
         answer = self._rank.register()
         assert isinstance(answer, messages.Welcome)
 
-    def round_trip(self) -> None:
-        """Back pages up, overwrite them, and have them restored elsewhere, byte for byte. The tier
-        may be too full for it as long as the others' leases last."""
+    def round_trip(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Back pages up, overwrite them, and have them restored elsewhere, byte for byte.
+
+        There may be no room for them while others use some of every chunk, or pages of others may
+        have taken it before they are back; but not for ever, though the others go on: what is
+        granted to them ends, and then it is its turn. For anything else nothing is refused.
+
+        Args: `meanwhile`: what others say after each refusal.
+        """
         until = time.monotonic() + DEADLINE_S
+        before = self.refused.copy()
         while time.monotonic() < until:
             self._rounds += 1
             if self._backed_up() and self._restored():
                 return
-        raise AssertionError("the tier is of no use to an engine that makes sense")
+            meanwhile()
+        raise AssertionError(
+            f"nobody else lets an engine that makes sense be served: {self.refused - before}; "
+            f"{self._daemon.describe()}; {self._daemon.describe_room()}"
+        )
 
     def _content(self) -> np.ndarray[Any, Any]:
         return np.random.default_rng(self._rounds).integers(0, 256, (2, 4, ROW), np.uint8)
@@ -395,11 +415,18 @@ class HonestEngine:
         message = messages.Flush(
             epoch="", ticket=TICKET, fence=0, keys=self._keys() * 2, **columns([row])
         )
+        sheds = self._daemon.state.sheds.counts()
         rank.say(msgspec.msgpack.encode(message))
         acks = rank.await_reply(messages.Acks)
         assert acks.first_seq == rank.seq
         rank.seq += 1
-        return bool(acks.results == b"\1")
+        if acks.results == b"\1":
+            return True
+        after = self._daemon.state.sheds.counts()
+        why = [name for name in EXCUSES if after[name] > sheds[name]]
+        assert why, f"a backup is not kept, and not for want of room: {sheds}, then {after}"
+        self.refused.update(why)
+        return False
 
     def _restored(self) -> bool:
         rank = self._rank
@@ -417,17 +444,29 @@ class HonestEngine:
             keys=self._keys() * 2,
         )
         rank.say(msgspec.msgpack.encode(message))
+        served = self._can_be_served()
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             self._daemon.turn()
             verdict = rank.segment.get_verdict(0, self._rounds)
+            served = served and self._can_be_served()
             if verdict:
                 break
         assert verdict, "a restore without a verdict"
+        assert rank.canaries_sing()
         if verdict == 1:
             assert (rank.rows[:, 4:8, :ROW] == self._content()).all()
-        assert rank.canaries_sing()
-        return verdict == 1
+            return True
+        assert not served, "pages that are all here are not restored"
+        self.refused["gone"] += 1
+        return False
+
+    def _can_be_served(self) -> bool:
+        """Are the round's pages all here, and is its copier heard of?"""
+        group, keys = self._daemon.state.groups["honest"], Keys(self._keys())
+        (catalog,) = group.catalogs.values()
+        here = all((pool.present(keys) >= 0).all() for pool in catalog.pools.values())
+        return here and group.serving
 
     def close(self) -> None:
         self._rank.close()

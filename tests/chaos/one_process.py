@@ -210,6 +210,25 @@ class OneProcess:
             f"want room (pool, free, of) {rooms}"
         )
 
+    def describe_room(self) -> str:
+        """Who has the memory, and who uses it, for whoever gets none."""
+        pools = [
+            f"{catalog.digest.hex()[:6]} {pool.name}: capacity {pool.capacity}, free "
+            f"{pool.free_slots}, pages {pool.pages}, held {pool.held}, withdrawn {pool.withdrawn}"
+            for catalog in self.state.catalogs.values()
+            for pool in catalog.pools.values()
+        ]
+        leases = {
+            name: (len(group.leases), group.leases.restoring)
+            for name, group in self.state.groups.items()
+        }
+        store = self.state.room.store
+        return (
+            f"{store.claimed_bytes >> 20} of {store.budget_bytes >> 20} MiB claimed by "
+            f"[{'; '.join(pools)}]; leases and steps being restored: {leases}; "
+            f"shed: {self.state.sheds.counts()}"
+        )
+
     def close(self) -> None:
         self.control.close()
 
