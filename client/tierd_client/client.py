@@ -35,7 +35,7 @@ from tierd_client.watchdog import Watchdog
 
 log = logging.getLogger("tierd_client")
 
-LIFELINE_LOOK_S = 0.01
+LIFELINE_LOOK_S = 0.05
 """How often `flush` reads the lifeline: a system call that almost never has anything."""
 
 

@@ -147,7 +147,10 @@ def _ends_with(keys: PageKeys, last: PageKeys) -> bool:
     """False also where they are not of one kind."""
     if isinstance(keys, bytes):
         return isinstance(last, bytes) and keys.endswith(last)
-    return keys == last or keys[max(0, len(keys) - len(last)) :] == last
+    if isinstance(last, bytes) or not 0 < len(last) <= len(keys):
+        return False
+    # Each is a sum over all that comes before it: what lies between is the same, too.
+    return keys[-1] == last[-1] and keys[-len(last)] == last[0]
 
 
 def named_parts(parts: Parts, ring: Iterable[int]) -> list[messages.Part]:

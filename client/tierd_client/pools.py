@@ -68,7 +68,8 @@ class PoolPages(NamedTuple):
 
     Attributes:
         pool: Its name.
-        keys: The pages' keys. A list of them must not be changed before it is sent.
+        keys: The pages' keys, each a sum over all pages of its chain up to its own. A list of them
+            must not be changed before it is sent.
         slots: Their token slots, int64, shape (pages * page_tokens,), whole pages in the same
             order. Must not be changed before the backup or restore is over.
     """

@@ -13,6 +13,7 @@ import torch
 from sglang_harness import DEADLINE_S, Daemon, prompt, until
 from sglang_users import ENGINES, LARGE
 from tierd_client.bench.scheduler_tree import SchedulerTree, TierName
+from tierd_client.device import FEW_TENSORS
 from tierd_client.sglang.tree_engine import TreeEngine
 from tierd_client.sglang.tree_pools import EngineShape
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,15 +148,15 @@ def test_torch_operations_of_a_flush_do_not_grow_with_its_nodes(
 ) -> None:
     with open_tree(**shape) as tree:
         counted = []
-        for nodes in (1, 8, 48):
+        for nodes in (1, 8, 24, 48):
             for request in running(tree, range(100 * nodes, 101 * nodes)):
                 tree.finish(request)
             with CountTorch() as torch_operations:
                 tree.linker.num_completed_offloads()
             counted.append(torch_operations.count)
             tree.drain()
-        assert counted[0] > 0
-        assert counted == [counted[0]] * 3
+        assert 0 < max(counted) <= FEW_TENSORS
+        assert counted[2] == counted[3]
 
 
 def test_finishing_a_request_runs_no_torch_operation_of_ours(open_tree: Open) -> None:
@@ -280,7 +281,7 @@ def test_a_step_asks_the_driver_for_one_copy_and_two_words(
         tree.tree.check_hicache_events()
         calls = SchedulerCalls(tree.linker, monkeypatch)
         counted = []
-        for nodes in (1, 8, 48):
+        for nodes in (1, 8, 24, 48):
             for request in running(tree, range(100 * nodes, 101 * nodes)):
                 tree.finish(request)
             calls.driver.clear()

@@ -90,17 +90,22 @@ class Soak:
         self._was_connected = False
 
     def step(self) -> None:
-        """One iteration: backups, a flush, acks, lookups, and now and then a restore."""
-        self._step += 1
+        """One iteration: backups, a flush, acks, as many lookups, and now and then a restore.
+
+        While too many backups wait for their acks it only takes acks.
+        """
         if self.client.connected is not self._was_connected:
             self._was_connected = self.client.connected
             self.counts.connections += self._was_connected
-        if len(self._pending) + STEP_BACKUPS <= MAX_PENDING:
+        more = len(self._pending) + STEP_BACKUPS <= MAX_PENDING
+        if more:
+            self._step += 1
             self._offer()
         self.client.flush()
         self._take_acks()
-        for n in range(STEP_LOOKUPS):
-            self._look_up(n)
+        if more:
+            for n in range(STEP_LOOKUPS):
+                self._look_up(n)
 
     def settle(self) -> None:
         """Wait for the acks that are still to come."""

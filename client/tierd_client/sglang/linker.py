@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _FAILED_HERE = -1
 """In place of its pages: an `offload()` that the client was not told of."""
-_NAMES: dict[Any, str] = {name: str(name.value) for name in PoolName}
 
 
 class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,8 +235,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         origins = self._tree.origins(pages, self._page_tokens)
         if not all(queued.keys):
             queued = queued.with_pages()
-        names = [_NAMES[name] for name in queued.names]
-        parts = self.client.parts(names, queued.keys, queued.slots)
+        # SGLang's names of pools are strings.
+        parts = self.client.parts(queued.names, queued.keys, queued.slots)
         self.client.backup_nodes(parts, queued.counts, *origins)
         self._outstanding.extend(pages)
 
@@ -268,7 +267,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.stats.looked_up += len(hashes)
         if self._weights_are_stale:
             return []
-        pools = [_NAMES[t.name] for t in transfers]
+        pools = [t.name for t in transfers]
         return self.client.lookup(rid, hashes, pools)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
@@ -363,9 +362,9 @@ def _parse(extra_config: Mapping[str, Any]) -> LinkerConfig:
 
 
 def _kv_pages(prefix: Prefix) -> PoolPages:
-    return PoolPages(_NAMES[PoolName.KV], prefix.hashes, prefix.slots)
+    return PoolPages(PoolName.KV, prefix.hashes, prefix.slots)
 
 
 def _pages(transfer: Any) -> PoolPages:
     """A transfer's pages; SGLang's page hashes are 64 hexadecimal digits each."""
-    return PoolPages(_NAMES[transfer.name], transfer.keys, transfer.device_indices)
+    return PoolPages(transfer.name, transfer.keys, transfer.device_indices)
