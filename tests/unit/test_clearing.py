@@ -17,9 +17,11 @@ from tierd.control.keys import MISSING, Keys
 from tierd.control.leases import Leases
 from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
+from tierd.wire.geometry import host_layout
 from tierd.wire.layout import COMMITTED, FREE
 from tierd.wire.limits import KEY_BYTES
 
+SMALL = host_layout([64 << 10])
 LEASE_S = 30.0
 CHUNKS = 8
 LATER = 100.0
@@ -47,7 +49,8 @@ def full_tier(machine: Machine) -> tuple[Catalog, PagePool]:
 
 def hold_some_everywhere(catalog: Catalog, pool: PagePool) -> list[Slots]:
     """One page in every chunk."""
-    held = [pool.prefix(key(catalog, n)) for n in range(0, pool.capacity, LARGE.chunk_slots)]
+    found = (pool.prefix(key(catalog, n)) for n in range(0, CHUNKS * LARGE.chunk_slots, 3))
+    held = [slots for slots in found if len(slots)]
     for slots in held:
         pool.hold(slots)
     return held
@@ -55,7 +58,8 @@ def hold_some_everywhere(catalog: Catalog, pool: PagePool) -> list[Slots]:
 
 def chain_of(pool: PagePool, name: int, pages: int, now: int = 1) -> Keys:
     """A chain that is kept in a pool."""
-    keys = Keys(b"".join(bytes([name, n]) + bytes(KEY_BYTES - 2) for n in range(pages)))
+    end = bytes(KEY_BYTES - 3)
+    keys = Keys(b"".join(bytes([name]) + n.to_bytes(2, "little") + end for n in range(pages)))
     pool.commit(pool.reserve(keys, b"", np.full(pages, MISSING), now))
     return keys
 
@@ -157,6 +161,40 @@ def test_a_pool_that_has_some_memory_waits_before_others_lose_what_is_in_use(
         full.release(slots)
     assert machine.make_room(new, wanted) is True
     assert pool.free_slots == wanted
+
+
+def test_two_that_want_more_than_the_leases_of_a_third_leave_do_not_rob_each_other_for_ever(
+    machine: Machine,
+) -> None:
+    old, full = machine.pool()
+    machine.grow(old, CHUNKS - 1)
+    held = hold_some_everywhere(old, full)
+    (first, one), (second, other) = machine.pool(), machine.pool()
+    machine.grow(first, 1)
+    assert machine.make_room(second) is True, "what has not been taken from another may be taken"
+    machine.fill(second, 1)
+    for _ in range(3):
+        assert machine.make_room(first) is None
+    assert other.pages == 1, "what it has just kept can be found again"
+    assert full.pages == (CHUNKS - 2) * LARGE.chunk_slots
+    for slots in held:
+        full.release(slots)
+    assert machine.make_room(first) is True
+    assert (one.capacity, other.capacity) == (LARGE.chunk_slots, LARGE.chunk_slots)
+
+
+def test_pages_do_not_go_for_a_chunk_that_its_pool_has_just_got(machine: Machine) -> None:
+    old, full = full_tier(machine)
+    second, other = machine.pool(SMALL)
+    assert machine.make_room(second) is True
+    chain = chain_of(other, 1, SMALL.chunk_slots)
+    hold_some_everywhere(old, full)
+    new, _ = machine.pool()
+    for _ in range(3):
+        assert machine.make_room(new) is None
+    assert len(other.prefix(chain)) == SMALL.chunk_slots
+    machine.room.rebalance(now=10.0)
+    assert machine.make_room(new) is True
 
 
 def test_what_was_cleared_is_left_to_the_pool_for_as_long_as_that_took(machine: Machine) -> None:

@@ -493,11 +493,15 @@ def test_two_pools_do_not_take_from_each_other_what_neither_has_used(
     (first, one), (second, other) = machine.pool(), machine.pool()
     assert machine.make_room(first) is None
     machine.answer()
-    for has, waits, pool in ((first, second, one), (second, first, other)) * 3:
+    turns = ((first, second, one), (second, first, other)) * 3
+    for turn, (has, waits, pool) in enumerate(turns):
         for _ in range(3):
             assert machine.make_room(waits) is None, "the pages that it was made for come first"
         assert pool.free_slots == LARGE.chunk_slots
         machine.fill(has, 1)
+        if turn:
+            assert machine.make_room(waits) is None, "what it was given is its own for a while"
+        machine.room.rebalance(now=10.0 * (1 + turn))
         assert machine.make_room(waits) is True
 
 

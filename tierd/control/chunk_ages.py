@@ -50,13 +50,14 @@ class ChunkAges:
         """(last use, ordinal) of the chunks that were used least recently, the coldest first; of
         many only a few."""
         here = np.flatnonzero(self._ages != _ABSENT)
-        here = here[~np.isin(here, list(but))]
+        out = here[np.isin(here, list(but))]
+        here = here[~np.isin(here, out)]
         seen: dict[int, int] = {}
         for ordinal in np.roll(here, -int(here.searchsorted(self._next)))[:LOOKS].tolist():
             self._ages[ordinal] = seen[ordinal] = self._look(ordinal)
             self._next = ordinal + 1
         left = self._ages.copy()
-        left[list(but)] = _ABSENT
+        left[out] = _ABSENT
         for _ in range(LOOKS):
             ordinal = int(left.argmin()) if len(left) else 0
             if not len(left) or left[ordinal] == _ABSENT:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from tierd.control.catalog import Catalog
 from tierd.control.clearings import Clearings, Row
 from tierd.control.copiers import Copier, CopierState
 from tierd.control.pages import PagePool
+from tierd.control.promises import PROMISE_S, Promises
 from tierd.control.stock import Stock
 from tierd.eviction.policy import Slots
 from tierd.memory.chunks import Chunk, ChunkRows, ChunkStore
@@ -27,21 +27,12 @@ from tierd.wire.geometry import HostLayout
 
 log = logging.getLogger("tierd.control")
 
-PROMISE_S = 2.0
 AHEAD_PAGES, AHEAD_PART = 128, 256
 """A full pool evicts so many pages at least, or this part of it: for one by one it costs several
 times as much."""
 DISSOLVED_PAGES, DISSOLVED_ROWS = 1024, 16
 """What a namespace that nobody uses gives back at a time."""
 NEVER_COLD = 1 << 62
-
-
-@dataclass
-class Promise:
-    """Memory that is one pool's to claim. `nbytes`: how much; `until`: for how long."""
-
-    nbytes: int
-    until: float
 
 
 class RoomKeeper:
@@ -66,14 +57,10 @@ class RoomKeeper:
         self._broken: dict[Row, set[int]] = {}
         # Pools that have evicted for want of room since the last look.
         self._pressed: set[int] = set()
-        # By pool, memory that others have given back for it, and how long they leave it alone.
-        self._promises: dict[int, Promise] = {}
+        self._promises = Promises()
         self._clearings = Clearings()
         # By pool, since when there has been no room for it.
         self._lacking: dict[int, float] = {}
-        # Pools in which room has been made: their arrivals then, and how long the others leave them
-        # alone. Two that took it from each other before either used it would do so for ever.
-        self._unused: dict[int, tuple[int, float]] = {}
         self._now = 0.0
 
     @property
@@ -209,7 +196,7 @@ class RoomKeeper:
         if lack <= pool.pages - pool.held:  # in vain, it would cost pages for nothing
             self._pressed.add(id(pool))
             pool.evict(max(lack, min(AHEAD_PAGES, pool.capacity // AHEAD_PART)))
-            self._keep_unused(pool)
+            self._promises.make(pool, self._now)
         if pool.free_slots >= wanted:
             return True
         if self.busy:
@@ -218,12 +205,15 @@ class RoomKeeper:
             return False  # whatever others gave
         # It has too little of its own: whoever has something gives.
         if not self._take(pool, NEVER_COLD):
-            if any(other.loosen() for other in self._givers(pool)):
+            settled = [p for p in self._givers(pool) if not self._promises.new_rows(p)]
+            if any(other.loosen() for other in settled):
                 return None
             self._clear_for(pool, wanted - pool.free_slots)
             others = (other for other in self._pools.values() if other is not pool)
-            return None if any(map(self._is_unused, others)) else False
-        self._promise(pool, PROMISE_S)
+            return (
+                None if any(self._promises.is_left_alone(p, self._now) for p in others) else False
+            )
+        self._promises.owe(pool, _row_bytes(pool), self._now + PROMISE_S)
         self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
 
@@ -240,11 +230,7 @@ class RoomKeeper:
         self._hand_over()
         # A model's pools are of use together: what one has been promised waits for the others.
         waiting = [self._catalogs[n] for n in self._clearings.takers if n in self._catalogs]
-        self._promises = {
-            number: promise
-            for number, promise in self._promises.items()
-            if promise.until > now or self._catalogs[number] in waiting
-        }
+        self._promises.expire(now, lambda number: self._catalogs[number] in waiting)
         if self.stock.busy or self._promises or len(self._pools) == 1:
             return
         pressed, self._pressed = self._pressed, set()
@@ -254,7 +240,7 @@ class RoomKeeper:
             # Whether it could give one of its own now, which it writes to, does not matter.
             mine = pool.oldest_chunk(self._broken_rows(pool))
             if mine is not None and self._take(pool, mine[0]):
-                self._promise(pool, PROMISE_S)
+                self._promises.owe(pool, _row_bytes(pool), now + PROMISE_S)
                 return
 
     def ready(self, holder: Copier, number: int, error: str) -> bool:
@@ -303,8 +289,7 @@ class RoomKeeper:
             return False
         for pool in catalog.pools.values():
             del self._rows[id(pool)], self._pools[id(pool)], self._catalogs[id(pool)]
-            self._unused.pop(id(pool), None)
-            self._promises.pop(id(pool), None)
+            self._promises.forget_pool(pool)
             self._lacking.pop(id(pool), None)
         return True
 
@@ -329,11 +314,6 @@ class RoomKeeper:
         pinning = sum(key[0] == id(pool) for key in self._claims)
         rows = -(-slots // pool.host.chunk_slots) - pinning
         while rows > 0 and self._may_have(pool) and self._claim(pool, sharers):
-            promise = self._promises.get(id(pool))
-            if promise is not None:
-                promise.nbytes -= _row_bytes(pool)
-                if promise.nbytes <= 0:
-                    del self._promises[id(pool)]
             rows -= 1
 
     def _may_have(self, pool: PagePool) -> bool:
@@ -342,8 +322,8 @@ class RoomKeeper:
 
     def _free_bytes(self, pool: PagePool) -> int:
         """What nobody has claimed of the budget, less what was promised to other pools."""
-        kept = sum(p.nbytes for number, p in self._promises.items() if number != id(pool))
-        return self.store.budget_bytes - self.store.claimed_bytes - kept
+        owed = self._promises.owed_to_others(pool)
+        return self.store.budget_bytes - self.store.claimed_bytes - owed
 
     def _most_slots(self, pool: PagePool) -> int:
         """How many slots a pool could have, if no other had any."""
@@ -385,6 +365,7 @@ class RoomKeeper:
         if chunks is None:
             return False
         row = (id(pool), self._rows[id(pool)].add(chunks))
+        self._promises.claim(pool, row, _row_bytes(pool), self._now)
         self._places |= dict.fromkeys((chunk.number for chunk in chunks), row)
         waiting = {
             (holder.device, chunk.number)
@@ -417,16 +398,7 @@ class RoomKeeper:
                 pool=pool.name,
             )
         pool.add_chunk(row[1])
-        self._keep_unused(pool)
-
-    def _keep_unused(self, pool: PagePool) -> None:
-        """Room has been made in a pool: it stays until a page has come, for a while."""
-        self._unused[id(pool)] = (pool.arrivals, self._now + PROMISE_S)
-
-    def _is_unused(self, pool: PagePool) -> bool:
-        """Is there room in a pool that was made for pages which have still to come?"""
-        arrivals, until = self._unused.get(id(pool), (-1, 0.0))
-        return pool.arrivals == arrivals and self._now < until
+        self._promises.make(pool, self._now)
 
     def _chunks(self, row: Row) -> list[Chunk]:
         return self._rows[row[0]].rows[row[1]]
@@ -438,6 +410,7 @@ class RoomKeeper:
         self._drop_row(row, self._broken.pop(row, set()))
 
     def _drop_row(self, row: Row, broken: Set[int] = frozenset()) -> None:
+        self._promises.forget_row(row)
         for chunk in self._rows[row[0]].remove(row[1]):
             del self._places[chunk.number]
             self.stock.give_back(chunk, broken=chunk.number in broken)
@@ -461,14 +434,19 @@ class RoomKeeper:
             of_no_use = capped and other.name != pool.name
             if other is pool or (siblings and left <= 1) or of_no_use:
                 continue
-            if not self._is_unused(other):
+            if not self._promises.is_unused(other, self._now):
                 yield other
+
+    def _staying(self, pool: PagePool) -> set[int]:
+        """The rows of a pool that it gives to nobody: those that are to be dropped, and those that
+        it has just got."""
+        return self._broken_rows(pool) | self._promises.new_rows(pool)
 
     def _take(self, pool: PagePool, colder_than: int) -> bool:
         """Have another pool give up the coldest chunk of all, if it is colder than that."""
         coldest: tuple[int, int, PagePool] | None = None
         for other in self._givers(pool):
-            found = other.coldest_chunk(self._broken_rows(other))
+            found = other.coldest_chunk(self._staying(other))
             if found is not None and found[0] < colder_than:
                 colder_than = found[0]
                 coldest = (*found, other)
@@ -477,12 +455,6 @@ class RoomKeeper:
         _, ordinal, other = coldest
         self._remove((id(other), ordinal))
         return True
-
-    def _promise(self, pool: PagePool, time_s: float, nbytes: int | None = None) -> None:
-        """Memory has been given back for a pool, a row unless more is said."""
-        promise = self._promises.setdefault(id(pool), Promise(0, 0.0))
-        promise.nbytes = max(promise.nbytes, nbytes or _row_bytes(pool))
-        promise.until = max(promise.until, self._now + time_s)
 
     def _clear_for(self, pool: PagePool, lack: int) -> None:
         """No chunk can be given up as it is. Have the oldest ones cleared for a pool, and for those
@@ -509,7 +481,7 @@ class RoomKeeper:
         while lack > 0:
             oldest: tuple[int, int, PagePool] | None = None
             for other in self._givers(taker):
-                found = other.oldest_chunk(self._broken_rows(other))
+                found = other.oldest_chunk(self._staying(other))
                 if found is not None and (oldest is None or found[0] < oldest[0]):
                     oldest = (*found, other)
             if oldest is None:
@@ -527,8 +499,8 @@ class RoomKeeper:
             for row in done.rows:
                 self._remove(row)
             if done.taker in self._pools:
-                took_s = max(PROMISE_S, self._now - done.since)
-                self._promise(self._pools[done.taker], took_s, done.nbytes)
+                until = self._now + max(PROMISE_S, self._now - done.since)
+                self._promises.owe(self._pools[done.taker], done.nbytes, until)
 
 
 def _row_bytes(pool: PagePool) -> int:
