@@ -214,6 +214,29 @@ def test_what_was_cleared_is_left_to_the_pool_for_as_long_as_that_took(machine: 
     assert pool.free_slots == LARGE.chunk_slots
 
 
+def test_chunks_move_on_between_others_while_what_was_cleared_is_kept_for_one(
+    machine: Machine,
+) -> None:
+    (old, full), (third, active) = machine.pool(), machine.pool()
+    machine.grow(old, CHUNKS - 1)
+    machine.grow(third, 1)
+    held = [*hold_some_everywhere(old, full), *hold_some_everywhere(third, active)]
+    new, _ = machine.pool()
+    assert machine.make_room(new) is False
+    machine.room.rebalance(now=LATER)
+    for slots in held[: len(held) - 1]:
+        full.release(slots)
+    active.release(held[-1])
+    machine.room.rebalance(now=LATER)
+    assert machine.make_room(third) is True, "of its own"
+    machine.fill(third, active.free_slots)
+    machine.room.rebalance(now=LATER + 10.0)
+    assert full.capacity == (CHUNKS - 3) * LARGE.chunk_slots
+    assert machine.make_room(third, active.free_slots + 1) is True
+    assert active.capacity == 2 * LARGE.chunk_slots
+    assert machine.make_room(new) is True
+
+
 def test_what_nobody_asks_for_any_more_is_anybodys_later(machine: Machine) -> None:
     old, full = full_tier(machine)
     held = hold_some_everywhere(old, full)

@@ -18,6 +18,7 @@ class _Owed:
     """Memory that others have given back for a pool, which has still to claim it."""
 
     nbytes: int
+    since: float
     until: float
 
 
@@ -32,15 +33,16 @@ class Promises:
         # Rows that were given up by others: until when they stay where they are.
         self._new: dict[Row, float] = {}
 
-    def __bool__(self) -> bool:
-        """Is something owed that nobody has claimed yet?"""
-        return bool(self._owed)
-
-    def owe(self, pool: PagePool, nbytes: int, until: float) -> None:
-        """Memory has been given back for a pool."""
-        owed = self._owed.setdefault(id(pool), _Owed(0, 0.0))
+    def owe(self, pool: PagePool, nbytes: int, now: float, time_s: float = PROMISE_S) -> None:
+        """Memory has been given back for a pool, which is to claim it within a time."""
+        owed = self._owed.setdefault(id(pool), _Owed(0, now, now))
         owed.nbytes = max(owed.nbytes, nbytes)
-        owed.until = max(owed.until, until)
+        owed.since = now
+        owed.until = max(owed.until, now + time_s)
+
+    def is_one_fresh(self, now: float) -> bool:
+        """Has a pool just been given something that it has not claimed yet?"""
+        return any(now < owed.since + PROMISE_S for owed in self._owed.values())
 
     def owed_to_others(self, pool: PagePool) -> int:
         """Bytes that a pool must leave alone."""

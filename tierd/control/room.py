@@ -210,10 +210,9 @@ class RoomKeeper:
                 return None
             self._clear_for(pool, wanted - pool.free_slots)
             others = (other for other in self._pools.values() if other is not pool)
-            return (
-                None if any(self._promises.is_left_alone(p, self._now) for p in others) else False
-            )
-        self._promises.owe(pool, _row_bytes(pool), self._now + PROMISE_S)
+            wait = any(self._promises.is_left_alone(other, self._now) for other in others)
+            return None if wait else False
+        self._promises.owe(pool, _row_bytes(pool), self._now)
         self._grow(pool, wanted - pool.free_slots, sharers)
         return True if pool.free_slots >= wanted else None
 
@@ -231,7 +230,7 @@ class RoomKeeper:
         # A model's pools are of use together: what one has been promised waits for the others.
         waiting = [self._catalogs[n] for n in self._clearings.takers if n in self._catalogs]
         self._promises.expire(now, lambda number: self._catalogs[number] in waiting)
-        if self.stock.busy or self._promises or len(self._pools) == 1:
+        if self.stock.busy or self._promises.is_one_fresh(now) or len(self._pools) == 1:
             return
         pressed, self._pressed = self._pressed, set()
         for pool in [self._pools[number] for number in pressed if number in self._pools]:
@@ -240,7 +239,7 @@ class RoomKeeper:
             # Whether it could give one of its own now, which it writes to, does not matter.
             mine = pool.oldest_chunk(self._broken_rows(pool))
             if mine is not None and self._take(pool, mine[0]):
-                self._promises.owe(pool, _row_bytes(pool), now + PROMISE_S)
+                self._promises.owe(pool, _row_bytes(pool), now)
                 return
 
     def ready(self, holder: Copier, number: int, error: str) -> bool:
@@ -499,8 +498,8 @@ class RoomKeeper:
             for row in done.rows:
                 self._remove(row)
             if done.taker in self._pools:
-                until = self._now + max(PROMISE_S, self._now - done.since)
-                self._promises.owe(self._pools[done.taker], done.nbytes, until)
+                time_s = max(PROMISE_S, self._now - done.since)
+                self._promises.owe(self._pools[done.taker], done.nbytes, self._now, time_s)
 
 
 def _row_bytes(pool: PagePool) -> int:
