@@ -7,13 +7,14 @@ import os
 import random
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import zmq
-from fuzz_ranks import plain, socket_of
+from fuzz_ranks import PATIENCE_S, plain, socket_of
 from mutation import Mutator
 from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 
@@ -103,7 +104,8 @@ class Client:
 
     def _accept(self) -> None:
         """Let the client in (again)."""
-        for _ in range(10000):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             self._client.flush()
             for ack in self._client.acks():
                 assert ack.seq == self._acked, "each once, in order"

@@ -271,7 +271,7 @@ def test_no_call_of_the_scheduler_waits_for_the_gpu(
 
 @gpu
 @pytest.mark.parametrize("shape", [{}, {"window": 2 * PAGE}], ids=["full", "full+swa"])
-def test_a_step_asks_the_driver_for_one_copy_and_two_words(
+def test_a_step_asks_the_driver_for_few_copies_and_two_words(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, shape: dict[str, int]
 ) -> None:
     sizes = EngineShape(
@@ -287,7 +287,10 @@ def test_a_step_asks_the_driver_for_one_copy_and_two_words(
             calls.driver.clear()
             with CountTorch() as torch_operations:
                 tree.linker.num_completed_offloads()
-            assert calls.driver == {"cuMemcpyDtoHAsync": 1, "cuStreamWriteValue32": 2}
+            assert calls.driver["cuStreamWriteValue32"] == 2
+            assert 1 <= calls.driver["cuMemcpyDtoHAsync"] <= (FEW_TENSORS if nodes <= 8 else 1)
+            assert calls.driver.total() <= FEW_TENSORS + 2
             counted.append(torch_operations.count)
             tree.drain()
-        assert counted == [counted[0]] * 3
+        assert counted[0] == 0
+        assert counted[2] == counted[3] <= 2
