@@ -42,8 +42,9 @@ NARROW_ROW_BYTES = 32 << 10
 """Host-to-device rows below this never go through the 1D batch call: measured at 2 KiB, it slows
 the engine by a third."""
 WIDE_ROW_BYTES = 96 << 10
-"""Host-to-device rows of this and more always do: it carries about a row a microsecond, so that the
-link sets the pace, and rows, unlike boxes, can be cut into layer groups for nothing."""
+"""Rows of this and more always do, in both directions: it carries about a row a microsecond, so that
+the link sets the pace (0.97 of it, where boxes of such rows come to 0.93), and rows, unlike boxes,
+can be cut into layer groups for nothing."""
 
 PIECE_BYTES = 64 << 20
 PIECE_BOXES = 1024
@@ -209,16 +210,19 @@ class PoolPlan:
         plain = ops["depth"] == 1
         if self.path is Path.ROWS:
             plain[:] = True
+        plain |= ops["width"] >= WIDE_ROW_BYTES
         if direction is Direction.RESTORE:
-            plain |= ops["width"] >= WIDE_ROW_BYTES
             plain &= ops["width"] >= NARROW_ROW_BYTES
         return Batch(boxes=ops[~plain], rows=split_rows(ops[plain]))
 
     def _all_rows(self, group: Group, runs: Records, direction: Direction) -> bool:
         """Whether every operation that `batch` makes of these goes through the row call."""
-        if direction is Direction.BACKUP or not len(runs) or not len(group.progressions):
+        if not len(runs) or not len(group.progressions):
             return self.path is Path.ROWS
-        least = NARROW_ROW_BYTES if self.path is Path.ROWS else WIDE_ROW_BYTES
+        if self.path is Path.STRIDED:
+            least = WIDE_ROW_BYTES
+        else:
+            least = NARROW_ROW_BYTES if direction is Direction.RESTORE else 0
         narrowest = int(group.progressions["row_bytes"].min())
         return int(runs["pages"].min()) * narrowest >= least
 
