@@ -321,6 +321,7 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
     for wanted in range(min(MOST_GROUPS, layers, total // GROUP_BYTES), 1, -1):
         edges = [layers * n // wanted for n in range(wanted + 1)]
         groups = list(pairwise(edges))
-        if (boxes(groups) - uncut) * BOX_BYTES <= total * GROUPING_SHARE:
+        # Where the whole takes no box, all rows are wide, and so are those of any part.
+        if not uncut or (boxes(groups) - uncut) * BOX_BYTES <= total * GROUPING_SHARE:
             return groups
     return whole
