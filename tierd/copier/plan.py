@@ -42,9 +42,9 @@ NARROW_ROW_BYTES = 32 << 10
 """Host-to-device rows below this never go through the 1D batch call: measured at 2 KiB, it slows
 the engine by a third."""
 WIDE_ROW_BYTES = 96 << 10
-"""Rows of this and more always do, in both directions: it carries about a row a microsecond, so that
-the link sets the pace (0.97 of it, where boxes of such rows come to 0.93), and rows, unlike boxes,
-can be cut into layer groups for nothing."""
+"""Rows of this and more always do, in both directions: it carries about a row a microsecond, so
+that the link sets the pace (0.97 of it, where boxes of such rows come to 0.93), and rows, unlike
+boxes, can be cut into layer groups for nothing."""
 
 PIECE_BYTES = 64 << 20
 PIECE_BOXES = 1024
