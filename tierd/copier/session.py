@@ -222,17 +222,18 @@ def _chunk_addresses(
     # Pages of a chain mostly lie in one chunk after the other.
     firsts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
     edges = np.concatenate(([0], firsts, [len(numbers)]))
-    ids, inverse = np.unique(numbers[edges[:-1]], return_inverse=True)
+    named = numbers[edges[:-1]].tolist()
     needed = host.data_offset + host.chunk_slots * host.slot_bytes
-    addresses = np.zeros(len(ids), np.uint64)
-    for n, number in enumerate(ids.tolist()):
+    addresses: dict[int, int] = {}
+    for number in set(named):
         chunk = chunks.get(number)
         if chunk is None:
             raise PlanError(f"chunk {number} is not mapped here")
         if chunk.size < needed:
             raise PlanError(f"chunk {number} has {chunk.size} bytes; its pool needs {needed}")
-        addresses[n] = chunk.address
-    return set(ids.tolist()), np.repeat(addresses[inverse], edges[1:] - edges[:-1])
+        addresses[number] = chunk.address
+    each = np.array([addresses[number] for number in named], np.uint64)
+    return set(addresses), np.repeat(each, edges[1:] - edges[:-1])
 
 
 def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
