@@ -28,7 +28,7 @@ import pytest
 from tierd.channel import Channel
 from tierd.copier.backend import BackendError, Chunk, DeviceLostError, SharedMemory
 from tierd.copier.operations import OPS
-from tierd.copier.plan import Batch, Direction, Path, PoolPlan
+from tierd.copier.plan import WIDE_ROW_BYTES, Batch, Direction, Path, PoolPlan
 from tierd.wire import codec, layout
 from tierd.wire.geometry import HostLayout, pool_layout
 from tierd.wire.messages import Allocation, BufferSpec, CopierReady, PoolSpec, Shutdown
@@ -308,7 +308,7 @@ def test_pages_are_backed_up_and_restored_byte_for_byte(
     attach: Callable[..., Attached], kind: str, gap: int, path: Path, row: int
 ) -> None:
     pool = attach(Shape(kind, layers=9, pages=200, row=row, gap=gap))
-    assert pool.plan.path is path
+    assert pool.plan.path is (path if row < WIDE_ROW_BYTES else Path.ROWS)
     rng = np.random.default_rng(row)
     # A run that merges, then pages from everywhere.
     slots = [*range(20), *(int(n) for n in 20 + rng.permutation(pool.slots - 20)[:40])]

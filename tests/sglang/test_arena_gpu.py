@@ -1,4 +1,4 @@
-"""Real SGLang pools at real sizes on a GPU: one allocation, strided copies, and every byte back.
+"""Real SGLang pools at real sizes on a GPU: one allocation, its copy path, and every byte back.
 
 Needs a GPU with room for them, and sglang: `pytest tests/sglang/test_arena_gpu.py -s`.
 """
@@ -62,7 +62,7 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_real_pool_takes_the_strided_path(
+def test_a_real_pool_comes_back_by_the_path_of_its_rows(
     arenas: None, daemon: Daemon, open_engine: Callable[..., TreeEngine], name: str
 ) -> None:
     shape = {"pool_tokens": 448_000, "page_tokens": 16, "core": "python", **KINDS[name]}
@@ -92,4 +92,6 @@ def test_a_real_pool_takes_the_strided_path(
     print(f"{name}: {paths}", flush=True)
     assert again.checked > 0
     assert again.wrong == 0
-    assert all(path.startswith("strided") for path in paths)
+    # 64 tokens of this model are rows of 128 KiB; the others' are narrower than 96.
+    expected = "rows" if name == "Qwen3-8B" else "strided"
+    assert all(path.startswith(expected) for path in paths)

@@ -160,7 +160,8 @@ class PoolPlan:
         self._groups: dict[tuple[int, int], Group] = {}
         whole = self.group(0, self.layers)
         deep = len(whole.progressions) * BOX_DEPTH <= whole.rows
-        self.path = Path.STRIDED if deep else Path.ROWS
+        narrow = bool((whole.progressions["row_bytes"] < WIDE_ROW_BYTES).any())
+        self.path = Path.STRIDED if deep and narrow else Path.ROWS
 
     @property
     def path_text(self) -> str:
