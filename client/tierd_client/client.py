@@ -25,7 +25,16 @@ from tierd_client.device import open_device
 from tierd_client.link import Link, LinkState
 from tierd_client.lookups import Lookups
 from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
-from tierd_client.packing import Parts, Pools, key_blob, named_parts, no_parts, shared_keys
+from tierd_client.packing import (
+    Parts,
+    Pools,
+    first_keys,
+    key_blob,
+    keys_to_send,
+    named_parts,
+    no_parts,
+    share_keys,
+)
 from tierd_client.pools import DevicePool, PageKeys, PoolPages, describe
 from tierd_client.restore import Restore
 from tierd_client.restores import Restores
@@ -279,7 +288,7 @@ class TierClient:
         Raises: ValueError: keys and slots that do not fit together.
         """
         parts = self._pools.parts_of([part for part in pages if part.keys])
-        return self._outbox.offer(parts, [len(parts.pages)], [node_id], [parent])
+        return self.backup_nodes(parts, [len(parts.pages)], [node_id], [parent])
 
     def backup_nodes(
         self,
@@ -297,7 +306,7 @@ class TierClient:
 
         Returns: the first one's sequence number; the others follow.
         """
-        return self._outbox.offer(parts, counts, node_ids, parents)
+        return self._outbox.offer(share_keys(parts, counts), counts, node_ids, parents)
 
     def parts(self, pools: Sequence[str], keys: list[PageKeys], slots: list[torch.Tensor]) -> Parts:
         """Pages by columns, for `backup_nodes`: entry i of each list is part i, pages of one pool.
@@ -336,7 +345,7 @@ class TierClient:
         enough = self._tickets_left() > FOR_RESTORES
         shed, nodes = batch.split(ring.room() if enough else -1)
         *positions, end = nodes.parts.ring_positions(ring.head)
-        keys, first = shared_keys(nodes.parts, nodes.counts)
+        keys = keys_to_send(nodes.parts.keys)
         if positions:
             self._device.write_slots("backup", ring.head, nodes.parts.slots)
         if nodes.seqs:  # tombstones alone must use up no ready words
@@ -352,7 +361,7 @@ class TierClient:
             pools=rows.parts.pools,
             pages=rows.parts.pages,
             ring=positions,
-            first=first,
+            first=first_keys(nodes.parts, nodes.counts),
             keys=b"" if isinstance(keys, str) else keys,
             digits=keys if isinstance(keys, str) else "",
         )

@@ -13,7 +13,7 @@ from tierd.wire.presence import Salt
 from tierd_client.breaker import Breaker
 from tierd_client.leases import ChainId, Leases, request_name
 from tierd_client.link import Link, LinkState
-from tierd_client.pools import PageKeys, join_keys, key_at
+from tierd_client.pools import PageKeys, key_at, key_bytes
 
 log = logging.getLogger("tierd_client")
 
@@ -87,7 +87,7 @@ class Lookups:
             epoch=epoch,
             rid=request_name(rid),
             pools=pools,
-            keys=join_keys([keys]),
+            keys=key_bytes(keys),
         )
         reply = self._ask(message)
         if reply is None:

@@ -6,16 +6,23 @@ schedules it: what is done for all of them in one call costs a fraction of a cal
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, islice
+from itertools import accumulate, islice
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tierd.wire import messages
-from tierd.wire.limits import KEY_BYTES
-from tierd_client.pools import PageKeys, PoolPages, join_keys, keys_to_send
+from tierd.wire.limits import KEY_BYTES, MAX_PAGES_PER_MESSAGE
+from tierd_client.pools import PageKeys, PoolPages
+
+KeyBlob: TypeAlias = bytes | str
+"""Keys one after the other: of 32 bytes each, or of 64 hexadecimal digits each."""
+_KEY_DIGITS = 2 * KEY_BYTES
+MOST_DIGITS = MAX_PAGES_PER_MESSAGE // 4 * _KEY_DIGITS
+"""What a flush has of them at most."""
 
 
 class Parts(NamedTuple):
@@ -23,14 +30,15 @@ class Parts(NamedTuple):
 
     Attributes:
         pools: Index of its pool in the registration.
-        keys: Its pages' keys.
+        keys: Its pages' keys: of 32 bytes each, or of 64 digits each. Empty if it shares those of
+            its node.
         slots: Their token slots, int64, shape (tokens[i],).
         pages: How many they are.
         tokens: How many slots they have.
     """
 
     pools: list[int]
-    keys: list[PageKeys]
+    keys: list[KeyBlob]
     slots: list[torch.Tensor]
     pages: list[int]
     tokens: list[int]
@@ -71,18 +79,15 @@ class Pools:
         Raises: ValueError: keys and slots that do not fit together, or no such pool.
         """
         pools = self.indices(names)
-        pages = list(map(len, keys))
-        whole = True
-        if bytes in set(map(type, keys)):
-            blobs = [isinstance(k, bytes) for k in keys]
-            whole = not any(n % KEY_BYTES for n in compress(pages, blobs))
-            pages = [n // KEY_BYTES if b else n for n, b in zip(pages, blobs, strict=True)]
+        blobs: list[KeyBlob] = [k if isinstance(k, bytes) else "".join(k) for k in keys]
+        pages = [len(k) // (KEY_BYTES if isinstance(k, bytes) else _KEY_DIGITS) for k in blobs]
         sizes = map(self._page_tokens.__getitem__, pools)
         tokens = list(map(mul, pages, sizes))
         # Their number of elements costs a third of what their shape does.
-        if not whole or tokens != list(map(torch.Tensor.numel, slots)):
+        fit = tokens == list(map(torch.Tensor.numel, slots))
+        if not fit or not all(map(_is_whole, keys, blobs)):
             self._refuse(pools, keys, slots, tokens)
-        return Parts(pools, keys, slots, pages, tokens)
+        return Parts(pools, blobs, slots, pages, tokens)
 
     def parts_of(self, pages: Iterable[PoolPages]) -> Parts:
         """Raises: ValueError: as `parts`."""
@@ -102,8 +107,11 @@ class Pools:
     ) -> None:
         for pool, key, slot, wanted in zip(pools, keys, slots, fit, strict=True):
             what = f"pool {self._names[pool]!r}"
-            if isinstance(key, bytes) and len(key) % KEY_BYTES:
-                raise ValueError(f"{what}: {len(key)} bytes of keys; a key has {KEY_BYTES}")
+            if isinstance(key, bytes):
+                if len(key) % KEY_BYTES:
+                    raise ValueError(f"{what}: {len(key)} bytes of keys; a key has {KEY_BYTES}")
+            elif not all(len(digits) == _KEY_DIGITS for digits in key):
+                raise ValueError(f"{what}: a key that has not {_KEY_DIGITS} digits")
             if slot.numel() != wanted:
                 raise ValueError(
                     f"{what}: {slot.numel()} slots for pages that have {wanted}; a page has "
@@ -111,46 +119,71 @@ class Pools:
                 )
 
 
+def _is_whole(keys: PageKeys, blob: KeyBlob) -> bool:
+    """Whether a blob is made of whole keys."""
+    if isinstance(keys, bytes):
+        return not len(keys) % KEY_BYTES
+    return len(blob) == len(keys) * _KEY_DIGITS
+
+
 def key_blob(parts: Parts) -> bytes:
-    """The keys of all parts, one after the other."""
-    return join_keys(parts.keys)
+    """The keys of all parts, one after the other.
 
-
-def shared_keys(parts: Parts, counts: Sequence[int]) -> tuple[bytes | str, list[int]]:
-    """The keys of a step's nodes, of which node i has the next `counts[i]` parts.
-
-    A part whose keys are the last ones of its node's first part, as those of a window are, shares
-    them: they are sent once.
-
-    Returns: the keys, as digits if all of them are; and by part, which of them is its first. The
-        others follow.
+    Raises: ValueError: digits that are not hexadecimal.
     """
+    return _bytes_of(parts.keys)
+
+
+def _bytes_of(blobs: Sequence[KeyBlob]) -> bytes:
+    if bytes in set(map(type, blobs)):
+        return b"".join(blob if isinstance(blob, bytes) else unhexlify(blob) for blob in blobs)
+    return unhexlify("".join(blobs))  # type: ignore[arg-type]
+
+
+def keys_to_send(blobs: Sequence[KeyBlob]) -> KeyBlob:
+    """All these keys as a flush has them: digits stay digits, if all of them are and they are not
+    so many that only half of them would fit into a message."""
+    if bytes in set(map(type, blobs)) or sum(map(len, blobs)) > MOST_DIGITS:
+        return _bytes_of(blobs)
+    return "".join(blobs)  # type: ignore[arg-type]
+
+
+def share_keys(parts: Parts, counts: Sequence[int]) -> Parts:
+    """Have each part whose keys are the last ones of its node's first part, as those of a window
+    are, share them: it is left without keys of its own.
+
+    Args: `counts`: how many of the parts are each node's: the next ones.
+    """
+    if max(counts, default=0) <= 1:
+        return parts
+    keys = list(parts.keys)
+    node = 0
+    for count in counts:
+        for part in range(node + 1, node + count):
+            if type(keys[node]) is type(keys[part]) and keys[node].endswith(keys[part]):  # type: ignore[arg-type]
+                keys[part] = keys[part][:0]
+        node += count
+    return parts._replace(keys=keys)
+
+
+def first_keys(parts: Parts, counts: Sequence[int]) -> list[int]:
+    """Which of all keys is each part's first one, the others following it, in parts that
+    `share_keys` has returned."""
     keys, pages = parts.keys, parts.pages
     if len(keys) == len(counts) and max(counts, default=0) <= 1:
         *first, _ = accumulate(pages, initial=0)
-        return keys_to_send(keys), first
-    runs: list[PageKeys] = []
+        return first
     first, end, node = [], 0, 0
     for count in counts:
+        shared_end = end + pages[node] if count else 0
         for part in range(node, node + count):
-            if part > node and _ends_with(keys[node], keys[part]):
-                first.append(first[node] + pages[node] - pages[part])
-            else:
-                runs.append(keys[part])
+            if keys[part]:
                 first.append(end)
                 end += pages[part]
+            else:
+                first.append(shared_end - pages[part])
         node += count
-    return keys_to_send(runs), first
-
-
-def _ends_with(keys: PageKeys, last: PageKeys) -> bool:
-    """False also where they are not of one kind."""
-    if isinstance(keys, bytes):
-        return isinstance(last, bytes) and keys.endswith(last)
-    if isinstance(last, bytes) or not 0 < len(last) <= len(keys):
-        return False
-    # Each is a sum over all that comes before it: what lies between is the same, too.
-    return keys[-1] == last[-1] and keys[-len(last)] == last[0]
+    return first
 
 
 def named_parts(parts: Parts, ring: Iterable[int]) -> list[messages.Part]:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from binascii import unhexlify
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tierd.wire.errors import RefusedError
-from tierd.wire.limits import KEY_BYTES, MAX_PAGES_PER_MESSAGE
+from tierd.wire.limits import KEY_BYTES
 from tierd.wire.messages import BufferSpec, PoolSpec
 
 PageKeys: TypeAlias = bytes | Sequence[str]
 """Keys of pages in chain order: of 32 bytes each, one after the other; or as many strings of 64
 hexadecimal digits, which a flush leaves to the daemon to make bytes of."""
-
-
-LONG_RUN = 32
-"""Keys of a run on average, from which on runs are joined one by one: strings that lie all over
-memory are read twice, and are in the cache then."""
-MOST_DIGITS = MAX_PAGES_PER_MESSAGE // 4
-"""Keys that are sent as digits at most."""
 
 
 @dataclass(frozen=True)
@@ -99,30 +91,12 @@ def key_at(keys: PageKeys, page: int) -> bytes:
     return keys[at : at + KEY_BYTES]
 
 
-def join_keys(runs: Iterable[PageKeys]) -> bytes:
-    """All these keys as one blob of 32 bytes each.
+def key_bytes(keys: PageKeys) -> bytes:
+    """The keys as one blob of 32 bytes each.
 
     Raises: ValueError: digits that are not hexadecimal.
     """
-    runs = list(runs)
-    if bytes in set(map(type, runs)):
-        return b"".join(run if isinstance(run, bytes) else unhexlify("".join(run)) for run in runs)
-    if sum(map(len, runs)) < LONG_RUN * len(runs):
-        # One conversion for all: of short runs, their number is what costs.
-        return unhexlify("".join(chain.from_iterable(runs)))  # type: ignore[arg-type]
-    return b"".join([unhexlify("".join(run)) for run in runs])  # type: ignore[arg-type]
-
-
-def keys_to_send(runs: Iterable[PageKeys]) -> bytes | str:
-    """All these keys as a flush has them: digits stay digits, if all of them are and they are not
-    so many that only half of them would fit into a message."""
-    runs = list(runs)
-    keys = sum(map(len, runs))
-    if keys > MOST_DIGITS or bytes in set(map(type, runs)):
-        return join_keys(runs)
-    if keys < LONG_RUN * len(runs):
-        return "".join(chain.from_iterable(runs))  # type: ignore[arg-type]
-    return "".join(map("".join, runs))  # type: ignore[arg-type]
+    return keys if isinstance(keys, bytes) else unhexlify("".join(keys))
 
 
 def describe(pool: DevicePool, places: Sequence[tuple[int, int]]) -> PoolSpec:

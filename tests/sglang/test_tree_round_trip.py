@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Callable
 
 import pytest
 from sglang_harness import Daemon, prompt, until
-from tierd_client.pools import join_keys
 from tierd_client.sglang.tree_engine import TreeEngine
 
 pytestmark = pytest.mark.sglang
@@ -77,7 +77,7 @@ def test_every_page_knows_the_one_before_it(daemon: Daemon, open_engine: Open, c
 
     def record(parts, counts, node_ids, parents):  # type: ignore[no-untyped-def]
         assert counts == [1] * len(counts), "an engine of one pool"
-        keys = [join_keys([part]) for part in parts.keys]
+        keys = [unhexlify(digits) for digits in parts.keys]
         backups.extend(zip(keys, node_ids, parents, strict=True))
         return send(parts, counts, node_ids, parents)
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd_client.packing import Pools, grouped, key_blob, named_parts, no_parts, shared_keys
-from tierd_client.pools import MOST_DIGITS, PageKeys, PoolPages, join_keys, key_at, keys_to_send
+from tierd_client.packing import (
+    MOST_DIGITS,
+    Pools,
+    first_keys,
+    grouped,
+    key_blob,
+    keys_to_send,
+    named_parts,
+    no_parts,
+    share_keys,
+)
+from tierd_client.pools import PageKeys, PoolPages, key_at, key_bytes
 
 TOKENS = {"kv": 4, "swa": 4, "state": 1}
 NAMES = list(TOKENS)
@@ -43,7 +53,8 @@ def test_every_part_names_its_own_token_slots_and_keys(
     assert len(ring) == end - start
     blob, at = key_blob(parts), 0
     counts = [len(node) for node in nodes]
-    shared, firsts = shared_keys(parts, counts)
+    parts = share_keys(parts, counts)
+    shared, firsts = keys_to_send(parts.keys), first_keys(parts, counts)
     first = iter(firsts)
     by_node = grouped(named_parts(parts, positions), counts)
     for node, named in zip(nodes, by_node, strict=True):
@@ -72,7 +83,8 @@ def test_keys_of_a_window_are_those_of_the_prefix_and_sent_once(
     nodes = [[("kv", chain), ("swa", window), ("state", [39])], [("kv", window), ("swa", other)]]
     named = [pages(pool, list(numbers)) for node in nodes for pool, numbers in node]
     parts = POOLS.parts_of(part._replace(keys=as_keys(part.keys)) for part in named)
-    sent, first = shared_keys(parts, [3, 2])
+    parts = share_keys(parts, [3, 2])
+    sent, first = keys_to_send(parts.keys), first_keys(parts, [3, 2])
     blob = bytes.fromhex(sent) if isinstance(sent, str) else sent
     assert blob == b"".join(map(key, [*chain, *window, *other]))
     assert first == [0, 38, 39, 40, 42]
@@ -87,22 +99,25 @@ def split(keys: PageKeys) -> list[bytes]:
 def test_digits_and_bytes_are_the_same_keys(numbers: list[int]) -> None:
     blob = b"".join(map(key, numbers))
     digits: PageKeys = [key(n).hex() for n in numbers]
-    assert join_keys([digits, digits]) == join_keys([digits, blob]) == blob + blob
-    assert keys_to_send([digits, digits]) == (blob + blob).hex()
-    assert keys_to_send([digits, blob]) == keys_to_send([blob, blob]) == blob + blob
+    assert key_bytes(digits) == key_bytes(blob) == blob
     slots = torch.arange(4 * len(numbers))
-    assert [POOLS.parts(["kv"], [keys], [slots]).pages for keys in (blob, digits)] == [
-        [len(numbers)]
-    ] * 2
+    for keys in ([digits, digits], [digits, blob], [blob, blob]):
+        parts = POOLS.parts(["kv"] * 2, keys, [slots] * 2)
+        assert parts.pages == [len(numbers)] * 2
+        assert key_blob(parts) == blob + blob
+    parts = POOLS.parts(["kv"] * 2, [digits, digits], [slots] * 2)
+    assert keys_to_send(parts.keys) == (blob + blob).hex()
+    parts = POOLS.parts(["kv"] * 2, [digits, blob], [slots] * 2)
+    assert keys_to_send(parts.keys) == blob + blob
     if numbers:
         assert key_at(blob, 0) == key_at(digits, 0) == key(numbers[0])
         assert key_at(blob, -1) == key_at(digits, -1) == key(numbers[-1])
 
 
 def test_digits_that_would_fill_a_message_are_sent_as_bytes() -> None:
-    run = [key(0).hex()] * MOST_DIGITS
-    assert isinstance(keys_to_send([run]), str)
-    assert keys_to_send([run, [key(1).hex()]]) == key(0) * MOST_DIGITS + key(1)
+    keys = MOST_DIGITS // 64
+    assert isinstance(keys_to_send([key(0).hex() * keys]), str)
+    assert keys_to_send([key(0).hex() * keys, key(1).hex()]) == key(0) * keys + key(1)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +126,7 @@ def test_digits_that_would_fill_a_message_are_sent_as_bytes() -> None:
         ("kv", b"k" * 33, 4, "'kv': 33 bytes"),
         ("kv", b"k" * 32, 5, "'kv': 5 slots"),
         ("state", ["00" * 32] * 2, 1, "'state': 1 slots"),
+        ("state", ["00" * 31, "00" * 32], 2, "'state'.* 64 digits"),
         ("draft", b"k" * 32, 4, "'draft'.*kv, swa, state"),
     ],
 )

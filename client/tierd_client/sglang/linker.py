@@ -1,6 +1,6 @@
 """The linker: SGLang's radix tree on one side, a tierd client on the other.
 
-Everything here runs on the scheduler thread. `offload()` appends to a list; what the step has
+Everything here runs on the scheduler thread. `offload()` appends to lists; what the step has
 gathered goes out once an iteration, in `num_completed_offloads()`, which SGLang calls then.
 """
 
@@ -36,6 +36,9 @@ from tierd_client.sglang.tree import Prefix, Tree
 
 log = logging.getLogger(__name__)
 
+PACKED_NODES = 8
+"""So many are made ready for the flush as soon as the next one comes: at the end of a step of many
+requests nothing of the first ones would be in the processor's caches any more."""
 _FAILED_HERE = -1
 """In place of its pages: an `offload()` that the client was not told of."""
 
@@ -191,6 +194,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
+        if len(self._queued.counts) >= PACKED_NODES:
+            self._pack()
         queued = self._queued
         for transfer in transfers:
             queued.names.append(transfer.name)
@@ -205,7 +210,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
             # The contract does not introduce the tree's wrapper; this is its call.
             self._tree.meet(sys._getframe(1).f_locals.get("self"))
         self._tree.drop_stale_hit_markers()
-        self._send_queued()
+        self._pack()
         self.client.flush()
         for need in self.client.needs():
             self._supply(need)
@@ -215,14 +220,15 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def flush(self) -> None:
         """Send what was queued now: the step is over. Without the plugin nobody calls this."""
         if self._queued.counts:
-            self._send_queued()
+            self._pack()
             self.client.flush()
 
     def pop_completed_offload(self) -> bool:
         """The oldest result: whether the node's pages are kept."""
         return self._results.popleft()
 
-    def _send_queued(self) -> None:
+    def _pack(self) -> None:
+        """Hand what is queued to the client, for its next flush."""
         if not self._queued.counts:
             return
         queued, self._queued = self._queued, _Queued()
@@ -325,7 +331,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._weights_are_stale:
             return
         self._weights_are_stale = True
-        self._send_queued()
+        self._pack()
         self.client.reset(keep_pending=True)
         log.warning(
             "tierd: the engine's weights change, and its cache holds KV of the old ones; "
