@@ -185,7 +185,7 @@ class OneProcess:
         """At rest every used slot is a page, and nothing is held that no lease holds."""
         for catalog in self.state.catalogs.values():
             for pool in catalog.pools.values():
-                assert pool.capacity - pool.free_slots == pool.pages + pool.withdrawn
+                assert pool.capacity - pool.free_slots == pool.pages + pool.slots.withdrawn
         assert not len(self.state.writers)
 
     def describe(self) -> str:
@@ -214,7 +214,8 @@ class OneProcess:
         """Who has the memory, and who uses it, for whoever gets none."""
         pools = [
             f"{catalog.digest.hex()[:6]} {pool.name}: capacity {pool.capacity}, free "
-            f"{pool.free_slots}, pages {pool.pages}, held {pool.held}, withdrawn {pool.withdrawn}"
+            f"{pool.free_slots}, pages {pool.pages}, held {pool.held}, withdrawn "
+            f"{pool.slots.withdrawn}"
             for catalog in self.state.catalogs.values()
             for pool in catalog.pools.values()
         ]

@@ -1,4 +1,4 @@
-"""A room keeper and copiers without processes, for tests of who gets which memory."""
+"""A room keeper and copiers without processes, and pages, for tests of who gets which memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tierd.control.stock import Stock
 from tierd.memory.chunks import ChunkStore
 from tierd.memory.source import AnonymousMemory
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout, host_layout
+from tierd.wire.limits import KEY_BYTES
 from tierd.wire.messages import AddChunk, DropChunk, Message
 
 LARGE = host_layout([16 << 20])
@@ -30,6 +31,14 @@ class Told:
 
     device: str
     message: Message
+
+
+def chain_of(pool: PagePool, name: int, pages: int, now: int = 1) -> Keys:
+    """A chain that is kept in a pool."""
+    end = bytes(KEY_BYTES - 3)
+    keys = Keys(b"".join(bytes([name]) + n.to_bytes(2, "little") + end for n in range(pages)))
+    pool.commit(pool.reserve(keys, b"", np.full(pages, MISSING), now))
+    return keys
 
 
 class Machine:

@@ -63,7 +63,7 @@ def make_pool(slots: int, name: str = "kv") -> PagePool:
     host = host_layout([1 << 20], chunk_bytes=(slots << 20) + (1 << 20))
     assert host.chunk_slots == slots
     pool = PagePool(name, 16, host, 2, Headers())
-    pool.add_chunk(0)
+    pool.chunks.add(0)
     return pool
 
 

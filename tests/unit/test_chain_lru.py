@@ -64,10 +64,9 @@ def make_pool(
     host = host_layout([1 << 20], chunk_bytes=(CHUNK << 20) + (1 << 20))
     assert host.chunk_slots == CHUNK
     records = Records()
-    pool = PagePool("kv", 64, host, 1, records)
-    pool.policy = policy()
+    pool = PagePool("kv", 64, host, 1, records, policy=policy())
     for ordinal in range(chunks):
-        pool.add_chunk(ordinal)
+        pool.chunks.add(ordinal)
     return pool, records
 
 
@@ -153,8 +152,8 @@ def test_a_chunk_goes_with_all_that_follows_its_pages() -> None:
     long = tuple(range(1, CHUNK + 4))
     store(pool, long, now=1)  # fills chunk 0, three pages in chunk 1
     store(pool, (99,), now=2)
-    assert pool.coldest_chunk() == (1, 0)
-    assert pool.remove_chunk(0) == len(long)
+    assert pool.chunks.coldest() == (1, 0)
+    assert pool.chunks.remove(0) == len(long)
     assert pool.find(key(long)) is None
     assert len(pool.prefix(keys((99,)))) == 1
     assert pool.capacity == CHUNK
@@ -163,10 +162,10 @@ def test_a_chunk_goes_with_all_that_follows_its_pages() -> None:
 def test_a_chunk_that_too_many_others_follow_may_stay() -> None:
     pool, _ = make_pool(2)
     store(pool, tuple(range(1, CHUNK + 4)), now=1)  # fills chunk 0, three pages in chunk 1
-    assert not pool.may_remove(0, most=2)
-    assert pool.may_remove(0, most=3)
-    assert pool.may_remove(0), "where it must go, however many they are"
-    assert pool.may_remove(1, most=0)
+    assert not pool.chunks.may_remove(0, most=2)
+    assert pool.chunks.may_remove(0, most=3)
+    assert pool.chunks.may_remove(0), "where it must go, however many they are"
+    assert pool.chunks.may_remove(1, most=0)
 
 
 def test_keys_that_claim_to_follow_each_other_in_a_ring_do_not_stop_eviction() -> None:
@@ -279,11 +278,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def swap_a_chunk(self) -> None:
-        coldest = self.pool.coldest_chunk()
+        coldest = self.pool.chunks.coldest()
         if coldest is not None:
             ordinal = coldest[1]
-            self.pool.remove_chunk(ordinal)
-            self.pool.add_chunk(ordinal)
+            self.pool.chunks.remove(ordinal)
+            self.pool.chunks.add(ordinal)
 
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
@@ -292,12 +291,12 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in used:
             assert self.pool.find(self.records.keys[slot]) == slot
             committed = self.records.state[slot] == "committed"
-            assert self.pool.are_committed(np.array([slot])) == committed
+            assert self.pool.slots.are_committed(np.array([slot])) == committed
 
     @invariant()
     def held_pages_stay(self) -> None:
         for slots in self.holds:
-            assert self.pool.are_committed(np.array(slots, np.int64))
+            assert self.pool.slots.are_committed(slots).all()
 
     @invariant()
     def links_lead_to_pages_that_are_here(self) -> None:

@@ -37,7 +37,7 @@ def make_pool(slots: int, **chains: int) -> PagePool:
     """A pool that holds these chains, each of so many pages."""
     host = host_layout([1 << 16], chunk_bytes=(slots << 16) + (1 << 18))
     pool = PagePool("kv", 16, host, 2, Headers())
-    pool.add_chunk(0)
+    pool.chunks.add(0)
     spare = pool.capacity - slots
     assert spare >= 0
     for now, (name, pages) in enumerate(chains.items(), 1):
@@ -381,7 +381,7 @@ class Requests(RuleBasedStateMachine):
         for pins, _ in self.running.values():
             for held in pins.plan or ():
                 for pool, slots in held:
-                    assert pool.are_committed(slots)
+                    assert pool.slots.are_committed(slots).all()
 
     def teardown(self) -> None:
         for number, (_, left) in list(self.running.items()):

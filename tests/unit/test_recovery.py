@@ -54,7 +54,7 @@ class Memory:
     def new_pool(self) -> PagePool:
         pool = PagePool("kv", 16, HOST, SHARDS, self.rows)
         for ordinal in self.rows.rows:
-            pool.add_chunk(ordinal)
+            pool.chunks.add(ordinal)
         return pool
 
     def back_up(self, keys: Keys, now: int, *, first: int = 0, commit: bool = True) -> None:

@@ -353,7 +353,7 @@ def test_a_pool_that_has_nothing_takes_the_end_of_a_prompt_that_fills_all_there_
         machine.answer()
     prompt = Keys(b"".join(n.to_bytes(32, "little") for n in range(full.capacity)))
     full.commit(full.reserve(prompt, b"", np.full(len(prompt), MISSING), 1))
-    assert full.coldest_chunk() is None, "too much follows those that are looked at"
+    assert full.chunks.coldest() is None, "too much follows those that are looked at"
     new, pool = machine.pool()
     asked = 0
     while (made := machine.make_room(new)) is None:
@@ -411,7 +411,7 @@ def test_a_pool_whose_only_chunk_is_always_being_written_takes_an_older_one_too(
     assert machine.make_room(new) is True
     machine.tick += 1
     written = active.reserve(Keys(new.digest[:1] + b"w" * 31), b"", MISSING_ONE, machine.tick)
-    assert active.coldest_chunk() is None
+    assert active.chunks.coldest() is None
     machine.room.rebalance(now=10.0)
     machine.answer()
     assert (idle.capacity, idle.pages) == (0, 0)
@@ -628,7 +628,7 @@ class Growth(RuleBasedStateMachine):
     def a_slot_is_free_or_has_a_page(self) -> None:
         for catalog in self.machine.catalogs:
             pool = catalog.pools["kv"]
-            assert pool.free_slots + pool.pages + pool.withdrawn == pool.capacity
+            assert pool.free_slots + pool.pages + pool.slots.withdrawn == pool.capacity
 
     def teardown(self) -> None:
         while self.held:

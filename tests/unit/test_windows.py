@@ -46,7 +46,7 @@ class Model:
         for name, pages in (("kv", 0), ("swa", window)):
             pool = PagePool(name, 64, HOST, 1, Nowhere(), window=pages)
             for ordinal in range(chunks):
-                pool.add_chunk(ordinal)
+                pool.chunks.add(ordinal)
             self.catalog.add_pool(pool)
         self.kv, self.swa = self.catalog.pools["kv"], self.catalog.pools["swa"]
         self.leases = Leases(lease_s=30.0, max_share=1.0)

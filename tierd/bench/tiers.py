@@ -35,10 +35,9 @@ class ChainTier:
     def __init__(self, pages: int, policy: EvictionPolicy) -> None:
         layout = HostLayout((1,), (0,), 1, 1, pages, pages, 0)
         self._dropped: Chain = []
-        self._pool = PagePool("kv", 1, layout, 1, _NoHeaders())
-        self._pool.policy = policy
+        self._pool = PagePool("kv", 1, layout, 1, _NoHeaders(), policy=policy)
         self._pool.on_drop = self._note_dropped
-        self._pool.add_chunk(0)
+        self._pool.chunks.add(0)
         self._room = pages
         self._tick = 0
 

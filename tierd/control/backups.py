@@ -209,7 +209,7 @@ class Backups:
         if len(fresh) > 1 and keys.has_repeats():
             raise RepeatedKeyError(pool.name)
         if len(fresh) < len(keys):
-            for slot in pool.being_written(known).tolist():
+            for slot in pool.slots.being_written(known).tolist():
                 self._wait(backup, self._writers.of(pool, slot))
         parent = every[first - 1] if first else offer.parent
         follow = len(every) - first - len(keys)

@@ -113,6 +113,11 @@ class KeyIndex:
         """The slot of one key; None if it is not here."""
         return self._shards[key[0]].get(key)
 
+    def key_of(self, slot: int) -> bytes:
+        """The key of a slot that is in use."""
+        key: bytes = self._keys[slot].tobytes()
+        return key
+
     def keys_of(self, slots: Slots) -> Keys:
         """The keys of slots that are in use."""
         return Keys(self._keys[slots].tobytes())

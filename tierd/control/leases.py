@@ -111,7 +111,7 @@ class Leases:
             if lease.pools == pools and lease.keys == keys:
                 # Who waits for the memory of pages that have been withdrawn waits no longer than
                 # for what was granted before.
-                if not any(pool.are_withdrawn(slots) for pool, slots in lease.held):
+                if not any(pool.slots.is_any_withdrawn(slots) for pool, slots in lease.held):
                     lease.expires = now + self._lease_s
                 answer(lease.lengths, max(0.0, lease.expires - now))
                 return lease.lengths
@@ -129,7 +129,7 @@ class Leases:
             room = self._room(pool)
             if longest > room:
                 # A prefix that many requests share is held already, and takes no more of the share.
-                more = np.cumsum(~pool.are_held(run[:longest]))
+                more = np.cumsum(~pool.slots.are_held(run[:longest]))
                 longest = int(np.searchsorted(more, room, side="right"))
         windows = [pool.present(keys[:longest]) for pool in windowed]
         lengths = few(boundaries(longest, windowed, windows), spread=not windowed)
@@ -172,7 +172,7 @@ class Leases:
         for n in reversed(lengths):
             more = needed | set(range(max(0, n - pool.window), n))
             pages = slots[np.fromiter(more, np.int64)]
-            if int(np.count_nonzero(~pool.are_held(pages))) > room:
+            if int(np.count_nonzero(~pool.slots.are_held(pages))) > room:
                 break
             kept.append(n)
             needed = more
@@ -208,7 +208,7 @@ class Leases:
         pins = Pins(signature, plan, set(ranks), deadline)
         for held in plan or ():
             for pool, slots in held:
-                if pool.are_committed(slots):
+                if pool.slots.are_committed(slots).all():
                     pool.touch(slots, tick)
                 pool.hold(slots)
                 pins.held.append((pool, slots))
@@ -302,7 +302,7 @@ def _leased(lease: Lease | None, pool: PagePool, keys: Keys) -> Slots:
     if lease.keys.blob.startswith(keys.blob):  # they need not be looked up again
         for leased, slots in lease.held:
             mine = slots[: len(keys)]
-            if leased is pool and len(mine) == len(keys) and pool.may_load(mine):
+            if leased is pool and len(mine) == len(keys) and pool.slots.are_intact(mine).all():
                 return mine
     return pool.present(keys)
 
@@ -316,7 +316,10 @@ def _windowed(lease: Lease, pool: PagePool, keys: Keys, found: Slots) -> Slots:
             first = int(positions.searchsorted(at))
             mine = slots[first : first + len(keys)]
             stand = positions[first : first + len(keys)]
-            if np.array_equal(stand, np.arange(at, at + len(keys))) and pool.may_load(mine):
+            if (
+                np.array_equal(stand, np.arange(at, at + len(keys)))
+                and pool.slots.are_intact(mine).all()
+            ):
                 return mine
     return found
 

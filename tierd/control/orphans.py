@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
+from tierd.eviction.policy import NO_PARENT, EvictionPolicy, Slots
+
 
 class Orphans:
-    """Slots of one pool, by the key of the page that their pages follow."""
+    """Slots of one pool, by the key of the page that their pages follow.
 
-    def __init__(self) -> None:
+    Args: `policy`: knows of all other pages what they follow.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
         self._waiting: dict[bytes, list[int]] = {}
         self._awaited: dict[int, bytes] = {}
 
@@ -30,3 +39,29 @@ class Orphans:
     def of(self, parent: bytes) -> list[int]:
         """The slots of the pages that wait for this one."""
         return list(self._waiting.get(parent, ()))
+
+    def adopt(self, slot: int, parent: int, now: int) -> None:
+        """Link a page to a predecessor that was not here or not known before.
+
+        Chained hashes cannot form a ring, but keys come from outside: one that would is ignored.
+        """
+        step = parent
+        while step != NO_PARENT:
+            if step == slot:
+                return
+            step = int(self._policy.parent[step])
+        self.discard(slot)
+        self._policy.link(slot, parent, now)
+
+    def add_followers(self, slots: Slots, key_of: Callable[[int], bytes]) -> None:
+        """What comes after these pages elsewhere waits for them: their slots are about to be given
+        up."""
+        here = set(slots.tolist())
+        inside = Counter(self._policy.parent[slots].tolist())
+        children = self._policy.children[slots].tolist()
+        followed = [s for s, n in zip(slots.tolist(), children, strict=True) if n > inside[s]]
+        for slot in followed:
+            for child in self._policy.following(slot):
+                if child not in here:
+                    self._policy.orphan(child)
+                    self.add(child, key_of(slot))

@@ -140,7 +140,7 @@ class RoomKeeper:
         for chunk in chunks:
             chunk.take_over(pool.host, ordinal)
             self._places[chunk.number] = (id(pool), ordinal)
-        pool.add_chunk(ordinal)
+        pool.chunks.add(ordinal)
         return ordinal
 
     def headers(self, pool: PagePool, ordinal: int) -> list[npt.NDArray[np.void]]:
@@ -206,7 +206,7 @@ class RoomKeeper:
         # It has too little of its own: whoever has something gives.
         if not self._take(pool, NEVER_COLD):
             settled = [p for p in self._givers(pool) if not self._promises.new_rows(p)]
-            if any(other.loosen() for other in settled):
+            if any(other.chunks.loosen() for other in settled):
                 return None
             self._clear_for(pool, wanted - pool.free_slots)
             others = (other for other in self._pools.values() if other is not pool)
@@ -237,7 +237,7 @@ class RoomKeeper:
             if pool.name in self._shares:
                 continue  # it has what it may have
             # Whether it could give one of its own now, which it writes to, does not matter.
-            mine = pool.oldest_chunk(self._broken_rows(pool))
+            mine = pool.chunks.oldest(self._broken_rows(pool))
             if mine is not None and self._take(pool, mine[0]):
                 self._promises.owe(pool, _row_bytes(pool), now)
                 return
@@ -396,7 +396,7 @@ class RoomKeeper:
                 namespace=catalog.digest,
                 pool=pool.name,
             )
-        pool.add_chunk(row[1])
+        pool.chunks.add(row[1])
         self._promises.make(pool, self._now)
 
     def _chunks(self, row: Row) -> list[Chunk]:
@@ -405,7 +405,7 @@ class RoomKeeper:
     def _remove(self, row: Row) -> None:
         """Evict what is in a row and give its chunks back."""
         self._clearings.discard(row)
-        self._pools[row[0]].remove_chunk(row[1])
+        self._pools[row[0]].chunks.remove(row[1])
         self._drop_row(row, self._broken.pop(row, set()))
 
     def _drop_row(self, row: Row, broken: Set[int] = frozenset()) -> None:
@@ -416,7 +416,7 @@ class RoomKeeper:
 
     def _drop_broken(self, row: Row) -> None:
         """Drop the pages of a row that a copier cannot reach, unless somebody uses them now."""
-        if self._pools[row[0]].may_remove(row[1]):
+        if self._pools[row[0]].chunks.may_remove(row[1]):
             self._remove(row)
             self.stock.stop_growing("a copier could not pin a chunk again")
 
@@ -445,7 +445,7 @@ class RoomKeeper:
         """Have another pool give up the coldest chunk of all, if it is colder than that."""
         coldest: tuple[int, int, PagePool] | None = None
         for other in self._givers(pool):
-            found = other.coldest_chunk(self._staying(other))
+            found = other.chunks.coldest(self._staying(other))
             if found is not None and found[0] < colder_than:
                 colder_than = found[0]
                 coldest = (*found, other)
@@ -480,21 +480,23 @@ class RoomKeeper:
         while lack > 0:
             oldest: tuple[int, int, PagePool] | None = None
             for other in self._givers(taker):
-                found = other.oldest_chunk(self._staying(other))
+                found = other.chunks.oldest(self._staying(other))
                 if found is not None and (oldest is None or found[0] < oldest[0]):
                     oldest = (*found, other)
             if oldest is None:
                 return
             _, ordinal, other = oldest
             row = (id(other), ordinal)
-            other.withdraw_chunk(ordinal)
+            other.chunks.withdraw(ordinal)
             self._clearings.add(row, id(taker), needed, self._now)
             lack -= sum(chunk.size for chunk in self._chunks(row))
 
     def _hand_over(self) -> None:
         """What has been cleared goes to whom it was cleared for, and is left to it for as long as
         that took: it may ask seldom."""
-        for done in self._clearings.complete(lambda row: self._pools[row[0]].is_vacant(row[1])):
+        for done in self._clearings.complete(
+            lambda row: self._pools[row[0]].slots.is_vacant(row[1])
+        ):
             for row in done.rows:
                 self._remove(row)
             if done.taker in self._pools:
