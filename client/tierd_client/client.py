@@ -28,7 +28,6 @@ from tierd_client.outbox import MAX_FLUSH_PAGES, Ack, Batch, Need, Outbox
 from tierd_client.packing import (
     Parts,
     Pools,
-    first_keys,
     key_blob,
     keys_to_send,
     named_parts,
@@ -361,7 +360,7 @@ class TierClient:
             pools=rows.parts.pools,
             pages=rows.parts.pages,
             ring=positions,
-            first=first_keys(nodes.parts, nodes.counts),
+            first=nodes.parts.first,
             keys=b"" if isinstance(keys, str) else keys,
             digits=keys if isinstance(keys, str) else "",
         )

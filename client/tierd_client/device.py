@@ -136,13 +136,13 @@ def dense(slots: Sequence[torch.Tensor], ring_size: int) -> Sequence[torch.Tenso
 
     Raises: ValueError: more than the ring holds, or slots of another type than int64.
     """
-    count = sum(map(torch.Tensor.numel, slots))
-    if count > ring_size:
-        raise ValueError(f"{count} token slots; the ring holds {ring_size}")
     if len(slots) <= FEW_TENSORS and all(map(torch.Tensor.is_contiguous, slots)):
         tensors = slots
     else:
         tensors = [torch.cat(list(slots))]
+    count = sum(map(torch.Tensor.numel, tensors))
+    if count > ring_size:
+        raise ValueError(f"{count} token slots; the ring holds {ring_size}")
     for tensor in tensors:
         if tensor.dtype is not torch.int64:
             raise ValueError(f"token slots of {tensor.dtype}; they have to be int64")

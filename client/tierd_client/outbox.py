@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from tierd.wire import limits
-from tierd_client.packing import Parts, no_parts
+from tierd_client.packing import Parts, no_parts, number_keys
 from tierd_client.ring import RingSpace
 
 MAX_FLUSH_PAGES = limits.MAX_PAGES_PER_MESSAGE // 2
@@ -73,11 +73,12 @@ class Nodes(NamedTuple):
         """Some of them."""
         of_parts = [w for w, count in zip(wanted, self.counts, strict=True) for _ in range(count)]
         columns = [list(compress(column, of_parts)) for column in self.parts]
+        counts = list(compress(self.counts, wanted))
         return Nodes(
             list(compress(self.seqs, wanted)),
-            list(compress(self.counts, wanted)),
+            counts,
             list(compress(self.parents, wanted)),
-            Parts(*columns),
+            number_keys(Parts(*columns), counts),
         )
 
 
@@ -121,7 +122,7 @@ class Outbox:
     def __init__(self, ring_size: int) -> None:
         self.ring = RingSpace(ring_size)
         self.next_seq = 0
-        self._queued = _no_nodes()
+        self._queued, self._queued_keys = _no_nodes(), 0
         self._tombstones: list[int] = []
         # Nodes whose outcome the caller has not had, the oldest of which has the number `_first`,
         # and those outcomes that are here.
@@ -161,6 +162,8 @@ class Outbox:
         queued.parts.slots.extend(parts.slots)
         queued.parts.pages.extend(parts.pages)
         queued.parts.tokens.extend(parts.tokens)
+        queued.parts.first.extend(map(self._queued_keys.__add__, parts.first))
+        self._queued_keys += sum(compress(parts.pages, parts.keys))  # those that have their own
         self._node_ids.extend(node_ids)
         return first
 
@@ -168,7 +171,7 @@ class Outbox:
         """All that is to be sent, in order, a message at a time. Empties the queue."""
         if not self._queued.seqs and not self._tombstones:
             return
-        nodes, self._queued = self._queued, _no_nodes()
+        nodes = self._take_queued()
         shed, self._tombstones = self._tombstones, []
         while len(shed) > FLUSH_ITEMS:
             yield Batch(shed[:FLUSH_ITEMS], _no_nodes())
@@ -180,6 +183,10 @@ class Outbox:
         for number in range(numbers[-1] + 1):
             yield Batch(shed, nodes.select([n == number for n in numbers]))
             shed = []
+
+    def _take_queued(self) -> Nodes:
+        nodes, self._queued, self._queued_keys = self._queued, _no_nodes(), 0
+        return nodes
 
     def sent(self, ticket: int, last_seq: int, ring_end: int, now: float) -> None:
         """A message is on its way."""
@@ -220,7 +227,7 @@ class Outbox:
         """Nothing that has no outcome yet is kept."""
         for seq in range(self._first, self.next_seq):
             self._results.setdefault(seq, False)
-        self._queued = _no_nodes()
+        self._take_queued()
         self._tombstones.clear()
         self._sent.clear()
         self._needs.clear()

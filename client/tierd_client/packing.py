@@ -35,6 +35,7 @@ class Parts(NamedTuple):
         slots: Their token slots, int64, shape (tokens[i],).
         pages: How many they are.
         tokens: How many slots they have.
+        first: Which of all parts' keys is its first; the others follow.
     """
 
     pools: list[int]
@@ -42,6 +43,7 @@ class Parts(NamedTuple):
     slots: list[torch.Tensor]
     pages: list[int]
     tokens: list[int]
+    first: list[int]
 
     def ring_positions(self, start: int) -> list[int]:
         """Where each part's token slots begin in a ring, if the first one's begin at absolute
@@ -51,7 +53,7 @@ class Parts(NamedTuple):
 
 def no_parts() -> Parts:
     """Nothing, to add to."""
-    return Parts([], [], [], [], [])
+    return Parts([], [], [], [], [], [])
 
 
 class Pools:
@@ -87,7 +89,8 @@ class Pools:
         fit = tokens == list(map(torch.Tensor.numel, slots))
         if not fit or not all(map(_is_whole, keys, blobs)):
             self._refuse(pools, keys, slots, tokens)
-        return Parts(pools, blobs, slots, pages, tokens)
+        *first, _ = accumulate(pages, initial=0)
+        return Parts(pools, blobs, slots, pages, tokens, first)
 
     def parts_of(self, pages: Iterable[PoolPages]) -> Parts:
         """Raises: ValueError: as `parts`."""
@@ -163,16 +166,12 @@ def share_keys(parts: Parts, counts: Sequence[int]) -> Parts:
             if type(keys[node]) is type(keys[part]) and keys[node].endswith(keys[part]):  # type: ignore[arg-type]
                 keys[part] = keys[part][:0]
         node += count
-    return parts._replace(keys=keys)
+    return number_keys(parts._replace(keys=keys), counts)
 
 
-def first_keys(parts: Parts, counts: Sequence[int]) -> list[int]:
-    """Which of all keys is each part's first one, the others following it, in parts that
-    `share_keys` has returned."""
+def number_keys(parts: Parts, counts: Sequence[int]) -> Parts:
+    """Parts that may share keys, with their `first` as it is if there are no others."""
     keys, pages = parts.keys, parts.pages
-    if len(keys) == len(counts) and max(counts, default=0) <= 1:
-        *first, _ = accumulate(pages, initial=0)
-        return first
     first, end, node = [], 0, 0
     for count in counts:
         shared_end = end + pages[node] if count else 0
@@ -183,7 +182,7 @@ def first_keys(parts: Parts, counts: Sequence[int]) -> list[int]:
             else:
                 first.append(shared_end - pages[part])
         node += count
-    return first
+    return parts._replace(first=first)
 
 
 def named_parts(parts: Parts, ring: Iterable[int]) -> list[messages.Part]:

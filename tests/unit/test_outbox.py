@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tierd_client import outbox as outboxes
 from tierd_client.outbox import Ack, Batch, Outbox
-from tierd_client.packing import Pools
+from tierd_client.packing import Pools, keys_to_send, share_keys
 
 RING = 64
 POOLS = Pools({"kv": 1, "swa": 1})
@@ -35,6 +37,45 @@ def send(outbox: Outbox, batch: Batch, ticket: int) -> list[int]:
     end = outbox.ring.head + sum(nodes.parts.pages)
     outbox.sent(ticket, outbox.next_seq - 1, end, now=float(ticket))
     return shed
+
+
+NODE = st.tuples(st.integers(1, 4), st.integers(0, 5))
+"""Pages, and pages of its window."""
+
+
+@given(steps=st.lists(st.lists(NODE, max_size=4), max_size=4), room=st.integers(0, 150))
+def test_each_part_names_its_own_keys_whichever_others_are_sent(
+    steps: list[list[tuple[int, int]]], room: int
+) -> None:
+    outbox = Outbox(RING)
+    wanted: list[list[str]] = []
+    for step in steps:
+        names: list[str] = []
+        keys: list[list[str]] = []
+        counts = []
+        for pages, window in step:
+            chain = [f"{len(wanted):032x}{page:032x}" for page in range(pages)]
+            # A window of more pages than the node has keys of its own.
+            last = chain[pages - window :] if window <= pages else [f"{window:064x}"] * window
+            mine = [chain, last] if window else [chain]
+            names += ["kv", "swa"][: len(mine)]
+            keys += mine
+            counts.append(len(mine))
+            wanted.append(["".join(some) for some in mine])
+        parts = POOLS.parts(names, list(keys), [torch.arange(len(some)) for some in keys])
+        outbox.offer(share_keys(parts, counts), counts, [None] * len(counts), [None] * len(counts))
+    sent = []
+    for batch in outbox.batches():
+        shed, nodes = batch.split(room)
+        assert not shed or sum(len(part) for node in wanted for part in node) > 64 * room
+        blob, first = keys_to_send(nodes.parts.keys), iter(nodes.parts.first)
+        assert isinstance(blob, str)
+        sent += nodes.seqs + shed
+        for seq in nodes.seqs:
+            for digits in wanted[seq]:
+                at = 64 * next(first)
+                assert blob[at : at + len(digits)] == digits
+    assert sorted(sent) == list(range(len(wanted)))
 
 
 def test_acks_come_in_order_whenever_their_outcomes_come() -> None:

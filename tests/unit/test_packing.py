@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tierd_client.packing import (
     MOST_DIGITS,
     Pools,
-    first_keys,
     grouped,
     key_blob,
     keys_to_send,
@@ -54,7 +53,7 @@ def test_every_part_names_its_own_token_slots_and_keys(
     blob, at = key_blob(parts), 0
     counts = [len(node) for node in nodes]
     parts = share_keys(parts, counts)
-    shared, firsts = keys_to_send(parts.keys), first_keys(parts, counts)
+    shared, firsts = keys_to_send(parts.keys), parts.first
     first = iter(firsts)
     by_node = grouped(named_parts(parts, positions), counts)
     for node, named in zip(nodes, by_node, strict=True):
@@ -84,7 +83,7 @@ def test_keys_of_a_window_are_those_of_the_prefix_and_sent_once(
     named = [pages(pool, list(numbers)) for node in nodes for pool, numbers in node]
     parts = POOLS.parts_of(part._replace(keys=as_keys(part.keys)) for part in named)
     parts = share_keys(parts, [3, 2])
-    sent, first = keys_to_send(parts.keys), first_keys(parts, [3, 2])
+    sent, first = keys_to_send(parts.keys), parts.first
     blob = bytes.fromhex(sent) if isinstance(sent, str) else sent
     assert blob == b"".join(map(key, [*chain, *window, *other]))
     assert first == [0, 38, 39, 40, 42]
