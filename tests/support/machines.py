@@ -84,7 +84,7 @@ class Machine:
         number = len(self.catalogs)
         catalog = Catalog(bytes([number]) * 32, len(self.copiers), private)
         self.catalogs.append(catalog)
-        self.room.open_pool(catalog, "kv", 16, host, shards=shards)
+        self.room.rows.open_pool(catalog, "kv", 16, host, shards=shards)
         return catalog, catalog.pools["kv"]
 
     @property
@@ -107,7 +107,7 @@ class Machine:
         told = self.told.pop(0)
         copier = next(c for c in self.copiers if c.device == told.device)
         if isinstance(told.message, AddChunk):
-            self.room.ready(copier, told.message.chunk, error)
+            self.room.rows.ready(copier, told.message.chunk, error)
         elif isinstance(told.message, DropChunk):
             self.room.stock.dropped(copier, told.message.chunk)
 
@@ -121,7 +121,7 @@ class Machine:
         self.told = [t for t in self.told if t.device != copier.device]
         copier.state = CopierState.DEAD
         copier.chunks.clear()
-        self.room.lost(copier)
+        self.room.rows.lost(copier)
 
     def restart(self, copier: Copier) -> set[int]:
         """The copier is back and maps what its rank needs; returns what it lacks."""
@@ -129,7 +129,7 @@ class Machine:
         shard = self.copiers.index(copier)
         lacks: set[int] = set()
         for catalog in self.catalogs:
-            lacks |= self.room.share(catalog, shard, copier)
+            lacks |= self.room.rows.share(catalog, shard, copier)
         return lacks
 
     def fill(self, catalog: Catalog, pages: int) -> None:

@@ -239,7 +239,7 @@ def test_pools_of_one_model_are_cleared_for_together(machine: Machine) -> None:
     old, full = full_tier(machine)
     held = hold_some_everywhere(old, full)
     catalog, kv = machine.pool()
-    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    machine.room.rows.open_pool(catalog, "swa", 16, LARGE, window=2)
     swa = catalog.pools["swa"]
     assert machine.make_room(catalog) is False
     assert full.pages == (CHUNKS - 2) * LARGE.chunk_slots
@@ -278,7 +278,7 @@ def test_a_row_of_two_shards_is_cleared_as_a_whole() -> None:
 def test_a_pool_at_its_cap_costs_others_nothing() -> None:
     machine = Machine(chunks=4, shares={"swa": 0.25})
     catalog, kv = machine.pool()
-    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    machine.room.rows.open_pool(catalog, "swa", 16, LARGE, window=2)
     swa = catalog.pools["swa"]
     machine.grow(catalog, 3)
     assert machine.room.make_room(swa, 1, machine.sharers) is None

@@ -54,10 +54,10 @@ def test_slots_are_there_once_every_copier_has_pinned_its_shard(machines: list[M
     assert machine.told_to(AddChunk) == ["host:0", "host:1"]
     machine.answer("host:0")
     assert pool.free_slots == 0
-    assert machine.room.busy
+    assert machine.room.rows.busy
     machine.answer("host:1")
     assert pool.free_slots == LARGE.chunk_slots
-    assert not machine.room.busy
+    assert not machine.room.rows.busy
 
 
 def test_what_all_ranks_share_is_claimed_once_and_pinned_by_every_copier(
@@ -72,14 +72,15 @@ def test_what_all_ranks_share_is_claimed_once_and_pinned_by_every_copier(
     assert pool.free_slots == 0, "one rank could not reach them"
     machine.answer("host:0")
     assert pool.free_slots == LARGE.chunk_slots
-    here, there = (machine.room.locate(pool, np.arange(3), rank)[0] for rank in (0, 1))
+    here, there = (machine.room.rows.locate(pool, np.arange(3), rank)[0] for rank in (0, 1))
     assert here.tolist() == there.tolist()
     machine.kill(machine.copiers[1])
     assert len(machine.restart(machine.copiers[1])) == 1, "it pins the same one again"
     machine.answer()
     assert machine.make_room(catalog, pool.free_slots + 1) is None
     machine.answer()
-    homes = {chunk.home for row in machine.room._rows.values() for (chunk,) in row.rows.values()}
+    rows = machine.room.rows
+    homes = {chunk.home for row in rows.usable(pool) for chunk in rows.chunks(row)}
     assert homes == {"host:0", "host:1"}, "each device has an equal part of the stock"
 
 
@@ -169,7 +170,7 @@ def test_a_device_that_needs_more_than_its_part_gets_what_others_do_not_use() ->
     machine.answer()
     catalog = Catalog(b"0" * 32, 1, private=False)
     machine.catalogs.append(catalog)
-    machine.room.open_pool(catalog, "kv", 16, LARGE)
+    machine.room.rows.open_pool(catalog, "kv", 16, LARGE)
     only_one = [(0, machine.copiers[0])]
     pool = catalog.pools["kv"]
     want = 7 * LARGE.chunk_slots
@@ -218,8 +219,8 @@ def test_pages_in_a_chunk_that_cannot_be_pinned_again_are_dropped(machines: list
     lacks = machine.restart(machine.copiers[1])
     assert len(lacks) == 2
     first, second = (told.message.chunk for told in machine.take_told(AddChunk))
-    assert machine.room.ready(machine.copiers[1], first, "cannot pin 64 MiB") is False
-    assert machine.room.ready(machine.copiers[1], second, "") is True
+    assert machine.room.rows.ready(machine.copiers[1], first, "cannot pin 64 MiB") is False
+    assert machine.room.rows.ready(machine.copiers[1], second, "") is True
     assert pool.pages == pool.capacity == LARGE.chunk_slots
     assert machine.told_to(DropChunk) == ["host:1"], "it answers that nothing is mapped"
     machine.answer()
@@ -240,12 +241,12 @@ def test_pages_that_are_held_there_are_dropped_when_they_are_not_any_more(
     machine.answer(error="cannot pin 64 MiB")
     machine.room.rebalance(now=1.0)
     assert pool.pages == LARGE.chunk_slots
-    assert machine.room.busy
+    assert machine.room.rows.busy
     pool.release(slots)
     machine.room.rebalance(now=2.0)
     machine.answer()
     assert (pool.pages, pool.capacity) == (0, 0)
-    assert not machine.room.busy
+    assert not machine.room.rows.busy
 
 
 def test_a_chunk_that_cannot_be_pinned_ends_growth_and_harms_nothing(
@@ -273,7 +274,7 @@ def test_after_a_failed_pin_nothing_waits_for_the_copier_that_failed(
     machine.answer("host:1", error="cannot pin 64 MiB")
     machine.answer()
     assert machine.restart(machine.copiers[1]) == set()
-    assert not machine.room.busy
+    assert not machine.room.rows.busy
 
 
 def test_a_copier_that_dies_while_it_pins_holds_nobody_up(machines: list[Machine]) -> None:
@@ -310,10 +311,10 @@ def test_a_copier_that_dies_while_it_unmaps_gives_its_memory_back(machines: list
     machine.answer()
     machine.room.dissolve(catalog)
     assert machine.told_to(DropChunk) == ["host:1"], "each chunk stays where it lies"
-    assert machine.room.busy
+    assert machine.room.rows.busy
     machine.kill(machine.copiers[1])
     assert machine.room.store.claimed_bytes == 0
-    assert not machine.room.busy
+    assert not machine.room.rows.busy
 
 
 def test_a_pool_that_has_nothing_takes_the_coldest_chunk_of_another(
@@ -458,7 +459,7 @@ def test_a_promise_to_a_pool_that_wants_nothing_any_more_runs_out(machines: list
 def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
     machine = Machine(chunks=2)
     catalog, kv = machine.pool()
-    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    machine.room.rows.open_pool(catalog, "swa", 16, LARGE, window=2)
     swa = catalog.pools["swa"]
     assert machine.make_room(catalog) is None
     machine.answer()
@@ -474,7 +475,7 @@ def test_pools_of_one_model_leave_each_other_a_chunk() -> None:
 def test_a_pool_waits_while_another_one_pins_instead_of_giving_up() -> None:
     machine = Machine(chunks=2)
     catalog, _ = machine.pool()
-    machine.room.open_pool(catalog, "swa", 16, LARGE, window=2)
+    machine.room.rows.open_pool(catalog, "swa", 16, LARGE, window=2)
     swa = catalog.pools["swa"]
     assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is None  # takes all there is
     assert machine.room.make_room(swa, 1, machine.sharers) is None
@@ -638,7 +639,7 @@ class Growth(RuleBasedStateMachine):
                 self.machine.restart(copier)
         self.machine.answer()
         self.machine.room.rebalance(now=2000.0)
-        assert not self.machine.room.busy
+        assert not self.machine.room.rows.busy
         for copier in self.machine.copiers:
             assert self.machine.restart(copier) == set(), "nothing is lacking for ever"
         for catalog in self.machine.catalogs:

@@ -360,7 +360,7 @@ class BackupDesk:
             ring = [stripe.ring for stripe in stripes]
             slots = np.concatenate([stripe.slots for stripe in stripes])
             pool = stripes[0].pool
-            chunks, within = self._state.room.locate(pool, slots, session.info.rank)
+            chunks, within = self._state.room.rows.locate(pool, slots, session.info.rank)
             parts.append(
                 messages.CopyPart(
                     index, np.concatenate(ring).tobytes(), chunks.tobytes(), within.tobytes()

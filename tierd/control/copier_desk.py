@@ -87,7 +87,7 @@ class CopierDesk:
             if not message.error:
                 self._forget_corrupt(copier, message)
                 self._state.room.store.note_joined(message.chunk, message.joined_bytes)
-            if self._state.room.ready(copier, message.chunk, message.error):
+            if self._state.room.rows.ready(copier, message.chunk, message.error):
                 self._members.chunk_settled(copier, message.chunk)
             else:
                 self._members.chunk_lost(copier, message.chunk)
@@ -113,7 +113,7 @@ class CopierDesk:
         """A chunk of an earlier daemon is mapped, and compared with its checksums: what has
         changed goes before anybody is served from it."""
         slots = np.frombuffer(message.corrupt, "<u4").astype(np.int64)
-        lost = self._state.room.verified(message.chunk, slots)
+        lost = self._state.room.rows.verified(message.chunk, slots)
         if lost:
             self._state.counters["pages_corrupt"] += lost
             log.error(
@@ -141,4 +141,4 @@ class CopierDesk:
         jobs, copier.jobs = copier.jobs, {}
         for job in jobs.values():
             job.done(False, True)
-        self._state.room.lost(copier)
+        self._state.room.rows.lost(copier)

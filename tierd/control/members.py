@@ -181,7 +181,7 @@ class Members:
         """Have the rank's copier map its pools and the chunks that its shard lives in."""
         session.lacks.clear()
         for catalog in session.group.catalogs.values():
-            session.lacks |= self._state.room.share(catalog, session.info.rank, session.copier)
+            session.lacks |= self._state.room.rows.share(catalog, session.info.rank, session.copier)
         session.copier.send(
             messages.Attach(
                 session=session.number,

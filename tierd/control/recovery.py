@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tierd.control.catalog import Catalog
 from tierd.control.pages import PagePool
+from tierd.control.rows import Row
 from tierd.control.state import State
 from tierd.eviction.policy import Slots
 from tierd.memory.limits import format_size
@@ -74,29 +75,29 @@ def recover(state: State, directory: PersistDirectory) -> None:
     """
     found = _sort(directory, state.room.store.chunk_bytes)
     tick = state.next_tick()
-    pools: dict[int, tuple[Catalog, PagePool, list[int]]] = {}
+    pools: dict[PagePool, tuple[Catalog, list[Row]]] = {}
     # All pools' first rows come first: if there is room for a part only, it is of use.
-    for digest, name, row in found.rows:
+    for digest, name, chunks in found.rows:
         spec = found.pools[digest, name]
         catalog = state.catalogs.get(digest)
         if catalog is None:
             catalog = Catalog(digest, found.worlds[digest], private=False, presence=state.presence)
             state.catalogs[digest] = catalog
-        state.room.open_pool(
+        state.room.rows.open_pool(
             catalog, name, spec.page_tokens, spec.host, spec.window, shards=spec.shards
         )
         pool = catalog.pools[name]
-        ordinal = state.room.adopt(pool, row, directory)
-        if ordinal is None:
-            found.rejected["there is no room for them (--memory, --pool)"] += len(row)
-            for chunk in row:
+        row = state.room.adopt(pool, chunks, directory)
+        if row is None:
+            found.rejected["there is no room for them (--memory, --pool)"] += len(chunks)
+            for chunk in chunks:
                 directory.reject(chunk)
         else:
-            pools.setdefault(id(pool), (catalog, pool, []))[2].append(ordinal)
+            pools.setdefault(pool, (catalog, []))[1].append(row)
     pages = 0
     # A page of a pool with a window is of use only if the chain's page is there.
-    for catalog, pool, ordinals in sorted(pools.values(), key=lambda entry: bool(entry[1].window)):
-        pages += _index(state, catalog, pool, ordinals, tick)
+    for pool in sorted(pools, key=lambda pool: bool(pool.window)):
+        pages += _index(state, pool, *pools[pool], tick)
     directory.forget_others(state.catalogs)
     _report(state, directory, pages, found.rejected)
 
@@ -210,9 +211,7 @@ def complete(shards: Sequence[Headers]) -> npt.NDArray[np.bool_]:
     return np.asarray(whole, np.bool_)
 
 
-def _index(
-    state: State, catalog: Catalog, pool: PagePool, ordinals: Iterable[int], tick: int
-) -> int:
+def _index(state: State, pool: PagePool, catalog: Catalog, rows: Iterable[Row], tick: int) -> int:
     """Put the pages of some rows into a pool's index; free the slots of all others.
 
     Returns how many there are.
@@ -220,9 +219,9 @@ def _index(
     slots: list[Slots] = []
     headers: list[Headers] = []
     stale: list[Slots] = []
-    for ordinal in ordinals:
-        shards = state.room.headers(pool, ordinal)
-        first = ordinal * pool.host.chunk_slots
+    for row in rows:
+        shards = state.room.rows.headers(row)
+        first, _ = pool.slots.span(row.ordinal)
         whole = complete(shards)
         slots.append(np.flatnonzero(whole) + first)
         headers.append(shards[0][whole])

@@ -122,7 +122,7 @@ class RestoreDesk:
                 tokens = session.info.pools[part.pool].page_tokens
                 end = part.ring + part.pages * tokens
                 ring = np.arange(part.ring, end, tokens, dtype=np.uint64)
-                chunks, within = self._state.room.locate(pool, slots, rank)
+                chunks, within = self._state.room.rows.locate(pool, slots, rank)
                 parts.append(
                     messages.CopyPart(part.pool, ring.tobytes(), chunks.tobytes(), within.tobytes())
                 )

@@ -296,7 +296,7 @@ class Control:
             state.drain is not None
             or self._members.busy
             or self._backups.heals
-            or state.room.busy
+            or state.room.rows.busy
             or any(g.placing or g.undecided for g in state.groups.values())
             or any(len(g.leases) or g.leases.restoring for g in state.groups.values())
             or any(copier.jobs for copier in state.copiers.values())

@@ -168,7 +168,7 @@ class State:
             catalog = Catalog(digest, group.world_size, bool(epoch), self.presence)
         try:
             for spec in group.pools:
-                self.room.open_pool(
+                self.room.rows.open_pool(
                     catalog,
                     spec.name,
                     spec.page_tokens,
