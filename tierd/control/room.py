@@ -91,7 +91,7 @@ class RoomKeeper:
         if self.stock.busy or self._promises.is_one_fresh(now) or len(self.rows.pools) == 1:
             return
         pressed, self._pressed = self._pressed, set()
-        for pool in pressed & self.rows.pools:
+        for pool in [pool for pool in self.rows.pools if pool in pressed]:
             if pool.name in self._shares:
                 continue  # it has what it may have
             # Whether it could give one of its own now, which it writes to, does not matter.
