@@ -11,19 +11,18 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate, compress, islice
+from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from tierd.wire.errors import ConfigError, RefusedError
 from tierd_client.client import TierClient
 from tierd_client.outbox import Need
-from tierd_client.pools import PageKeys, PoolPages
+from tierd_client.pools import PoolPages
 from tierd_client.sglang import weights
 from tierd_client.sglang.counter import RestoreCounter
 from tierd_client.sglang.group import Offer, agree, group_of, host_id
@@ -55,33 +54,6 @@ class LinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str | None = None
     arena: bool = True
     lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=600.0)] = 0.2
-
-
-@dataclass
-class _Queued:
-    """What `offload()` has been given, by columns. A transfer is read while it is new: later in the
-    step the processor's caches hold something else.
-
-    Attributes:
-        names, keys, slots: Of each transfer: its pool, its pages' keys and their token slots.
-        counts: How many transfers each call had.
-    """
-
-    names: list[Any] = field(default_factory=list)
-    keys: list[PageKeys] = field(default_factory=list)
-    slots: list[torch.Tensor] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def with_pages(self) -> _Queued:
-        """Without the transfers that have no pages."""
-        there = list(map(bool, self.keys))
-        rest = iter(there)
-        return _Queued(
-            list(compress(self.names, there)),
-            list(compress(self.keys, there)),
-            list(compress(self.slots, there)),
-            [sum(islice(rest, count)) for count in self.counts],
-        )
 
 
 @dataclass
@@ -160,7 +132,8 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._page_tokens = self.pools[PoolName.KV].page_tokens
         self.stats = LinkerStats()
         self.layer_done_counter = RestoreCounter(found.num_layers)
-        self._queued = _Queued()
+        # The transfers of each `offload()` since the last time they were packed.
+        self._queued: list[list[Any]] = []
         # The pages of each `offload()` whose result the tree waits for, in order.
         self._outstanding: deque[int] = deque()
         self._results: deque[bool] = deque()
@@ -194,14 +167,9 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue a node's pages. Always True: the ranks must agree, and what cannot be kept is
         reported as failed later."""
-        if len(self._queued.counts) >= PACKED_NODES:
+        if len(self._queued) >= PACKED_NODES:
             self._pack()
-        queued = self._queued
-        for transfer in transfers:
-            queued.names.append(transfer.name)
-            queued.keys.append(transfer.keys)
-            queued.slots.append(transfer.device_indices)
-        queued.counts.append(len(transfers))
+        self._queued.append(transfers)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -219,7 +187,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Send what was queued now: the step is over. Without the plugin nobody calls this."""
-        if self._queued.counts:
+        if self._queued:
             self._pack()
             self.client.flush()
 
@@ -229,21 +197,23 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _pack(self) -> None:
         """Hand what is queued to the client, for its next flush."""
-        if not self._queued.counts:
+        if not self._queued:
             return
-        queued, self._queued = self._queued, _Queued()
-        counts = queued.counts
-        pages = [len(queued.keys[first]) for first in accumulate(counts[:-1], initial=0)]
+        queued, self._queued = self._queued, []
+        pages = [len(transfers[0].keys) for transfers in queued]
         self.stats.offered += sum(pages)
         if self._weights_are_stale:
-            self._outstanding.extend([_FAILED_HERE] * len(counts))
+            self._outstanding.extend([_FAILED_HERE] * len(pages))
             return
         origins = self._tree.origins(pages, self._page_tokens)
-        if not all(queued.keys):
-            queued = queued.with_pages()
-        # SGLang's names of pools are strings.
-        parts = self.client.parts(queued.names, queued.keys, queued.slots)
-        self.client.backup_nodes(parts, queued.counts, *origins)
+        named = [[transfer for transfer in transfers if transfer.keys] for transfers in queued]
+        flat = list(chain.from_iterable(named))
+        parts = self.client.parts(
+            [transfer.name for transfer in flat],  # SGLang's names of pools are strings
+            [transfer.keys for transfer in flat],
+            [transfer.device_indices for transfer in flat],
+        )
+        self.client.backup_nodes(parts, list(map(len, named)), *origins)
         self._outstanding.extend(pages)
 
     def _supply(self, need: Need) -> None:
@@ -345,7 +315,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         self._loads.clear()
         self.layer_done_counter.reset()
-        self._queued = _Queued()
+        self._queued.clear()
         self._outstanding.clear()
         self._results.clear()
         self.client.reset()
@@ -356,7 +326,7 @@ class TierdLinker(UnifiedCacheLinker):  # type: ignore[misc]
         weights.unwatch(self)
         self._loads.clear()
         self.layer_done_counter.reset()
-        self._queued = _Queued()
+        self._queued.clear()
         self.client.close()
 
 
