@@ -1,4 +1,4 @@
-"""Room for pages: one budget, pools that grow into it and give back, copiers that come and go."""
+"""Room for pages: one budget, pools that grow into it and give back to each other."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import LARGE, MISSING_ONE, Machine
 
-from tierd.control.catalog import Catalog
 from tierd.control.chunk_ages import LOOKS
 from tierd.control.copiers import CopierState
 from tierd.control.keys import MISSING, Keys
 from tierd.control.pages import PagePool
-from tierd.control.stock import PINNED_AT_ONCE
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import CHUNK_BYTES, host_layout
-from tierd.wire.messages import AddChunk, DropChunk
 
 CHUNK = "/memfd:tierd-chunk-"
 SMALL = host_layout([64 << 10])
@@ -47,51 +44,6 @@ def make(machines: list[Machine], chunks: int, devices: int = 1) -> Machine:
     return machines[-1]
 
 
-def test_slots_are_there_once_every_copier_has_pinned_its_shard(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4, devices=2)
-    catalog, pool = machine.pool()
-    assert machine.make_room(catalog) is None
-    assert machine.told_to(AddChunk) == ["host:0", "host:1"]
-    machine.answer("host:0")
-    assert pool.free_slots == 0
-    assert machine.room.rows.busy
-    machine.answer("host:1")
-    assert pool.free_slots == LARGE.chunk_slots
-    assert not machine.room.rows.busy
-
-
-def test_what_all_ranks_share_is_claimed_once_and_pinned_by_every_copier(
-    machines: list[Machine],
-) -> None:
-    machine = make(machines, chunks=2, devices=2)
-    catalog, pool = machine.pool(shards=1)
-    assert machine.make_room(catalog) is None
-    assert machine.room.store.claimed_bytes == CHUNK_BYTES
-    assert sorted(machine.told_to(AddChunk)) == ["host:0", "host:1"]
-    machine.answer("host:1")
-    assert pool.free_slots == 0, "one rank could not reach them"
-    machine.answer("host:0")
-    assert pool.free_slots == LARGE.chunk_slots
-    here, there = (machine.room.rows.locate(pool, np.arange(3), rank)[0] for rank in (0, 1))
-    assert here.tolist() == there.tolist()
-    machine.kill(machine.copiers[1])
-    assert len(machine.restart(machine.copiers[1])) == 1, "it pins the same one again"
-    machine.answer()
-    assert machine.make_room(catalog, pool.free_slots + 1) is None
-    machine.answer()
-    rows = machine.room.rows
-    homes = {chunk.home for row in rows.usable(pool) for chunk in rows.chunks(row)}
-    assert homes == {"host:0", "host:1"}, "each device has an equal part of the stock"
-
-
-def test_a_pool_asks_once_for_what_is_being_pinned(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4)
-    catalog, _ = machine.pool()
-    for _ in range(3):
-        assert machine.make_room(catalog) is None
-    assert len(machine.told) == 1
-
-
 def test_the_budget_is_never_exceeded_and_then_pages_are_evicted(machines: list[Machine]) -> None:
     machine = make(machines, chunks=2)
     catalog, pool = machine.pool()
@@ -116,205 +68,6 @@ def test_a_row_of_two_shards_that_does_not_fit_is_not_begun(machines: list[Machi
     catalog, _ = machine.pool()
     assert machine.make_room(catalog) is False
     assert machine.room.store.claimed_bytes == 0
-
-
-def test_a_device_in_use_is_kept_ahead_of_its_need_within_the_budget() -> None:
-    machine = Machine(chunks=4, spare=2)
-    machine.room.stock.fill(machine.copiers[0])
-    assert machine.told == [], "nobody uses it yet"
-    catalog, pool = machine.pool()
-    assert machine.make_room(catalog) is None
-    assert len(machine.told_to(AddChunk)) == 3
-    machine.answer()
-    assert machine.make_room(catalog, 2 * LARGE.chunk_slots) is True, "two were pinned ahead"
-    assert pool.free_slots == 3 * LARGE.chunk_slots
-    assert len(machine.told_to(AddChunk)) == 1, "the last one is for whoever comes next"
-    machine.close()
-
-
-def test_what_is_pinned_ahead_costs_nothing_to_claim() -> None:
-    machine = Machine(chunks=4, devices=2, ahead=4)
-    stock = machine.room.stock
-    for copier in machine.copiers:
-        assert not stock.can_serve(copier)
-        stock.fill(copier)
-    machine.answer()
-    assert all(stock.can_serve(copier) for copier in machine.copiers)
-    assert stock.pinned_bytes == stock.ahead_bytes == 4 * CHUNK_BYTES
-    catalog, pool = machine.pool()
-    assert machine.make_room(catalog, LARGE.chunk_slots + 1) is True
-    assert pool.free_slots == 2 * LARGE.chunk_slots
-    assert machine.told == []
-    machine.close()
-
-
-def test_a_copier_is_told_of_a_few_chunks_at_a_time_and_pools_do_not_wait_for_all() -> None:
-    machine = Machine(chunks=4 * PINNED_AT_ONCE, ahead=4 * PINNED_AT_ONCE)
-    machine.room.stock.fill(machine.copiers[0])
-    assert len(machine.told) == PINNED_AT_ONCE
-    catalog, pool = machine.pool()
-    assert machine.make_room(catalog) is None
-    machine.answer_first()
-    assert pool.free_slots == LARGE.chunk_slots, "the first of those on their way is its"
-    assert len(machine.told) == PINNED_AT_ONCE
-    assert machine.room.stock.pinned_bytes < machine.room.stock.ahead_bytes
-    machine.answer()
-    assert machine.room.stock.pinned_bytes == machine.room.stock.ahead_bytes
-    machine.close()
-
-
-def test_a_device_that_needs_more_than_its_part_gets_what_others_do_not_use() -> None:
-    machine = Machine(chunks=8, devices=2, ahead=8)
-    for copier in machine.copiers:
-        machine.room.stock.fill(copier)
-    machine.answer()
-    catalog = Catalog(b"0" * 32, 1, private=False)
-    machine.catalogs.append(catalog)
-    machine.room.rows.open_pool(catalog, "kv", 16, LARGE)
-    only_one = [(0, machine.copiers[0])]
-    pool = catalog.pools["kv"]
-    want = 7 * LARGE.chunk_slots
-    while (made := machine.room.make_room(pool, want, only_one)) is None:
-        assert set(machine.told_to(DropChunk)) <= {"host:1"}
-        machine.answer()
-        want = 7 * LARGE.chunk_slots - pool.free_slots
-    assert made is True
-    assert pool.free_slots == 7 * LARGE.chunk_slots
-    machine.room.rebalance(now=1.0)
-    machine.answer()
-    assert machine.room.store.created_bytes == machine.room.store.budget_bytes
-    machine.close()
-
-
-def test_a_copier_that_is_back_pins_again_what_nobody_has_claimed() -> None:
-    machine = Machine(chunks=4, ahead=4)
-    machine.room.stock.fill(machine.copiers[0])
-    machine.answer()
-    machine.kill(machine.copiers[0])
-    assert machine.room.stock.pinned_bytes == 0
-    machine.restart(machine.copiers[0])
-    machine.room.stock.fill(machine.copiers[0])
-    assert len(machine.told_to(AddChunk)) == 4
-    machine.answer()
-    assert machine.room.stock.pinned_bytes == 4 * CHUNK_BYTES
-    machine.close()
-
-
-def test_memory_that_cannot_be_pinned_ahead_is_no_part_of_the_budget() -> None:
-    machine = Machine(chunks=4, ahead=4)
-    machine.room.stock.fill(machine.copiers[0])
-    machine.answer_first()
-    machine.answer(error="cannot pin 64 MiB")
-    machine.answer()
-    assert machine.room.store.budget_bytes == machine.room.store.created_bytes == CHUNK_BYTES
-    assert machine.room.stock.can_serve(machine.copiers[0]), "with what there is"
-    machine.close()
-
-
-def test_pages_in_a_chunk_that_cannot_be_pinned_again_are_dropped(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4, devices=2)
-    catalog, pool = machine.pool()
-    machine.grow(catalog, 2)
-    machine.kill(machine.copiers[1])
-    lacks = machine.restart(machine.copiers[1])
-    assert len(lacks) == 2
-    first, second = (told.message.chunk for told in machine.take_told(AddChunk))
-    assert machine.room.rows.ready(machine.copiers[1], first, "cannot pin 64 MiB") is False
-    assert machine.room.rows.ready(machine.copiers[1], second, "") is True
-    assert pool.pages == pool.capacity == LARGE.chunk_slots
-    assert machine.told_to(DropChunk) == ["host:1"], "it answers that nothing is mapped"
-    machine.answer()
-    assert machine.room.store.budget_bytes == 3 * CHUNK_BYTES
-    assert machine.restart(machine.copiers[1]) == set(), "all that is left can be reached"
-
-
-def test_pages_that_are_held_there_are_dropped_when_they_are_not_any_more(
-    machines: list[Machine],
-) -> None:
-    machine = make(machines, chunks=4)
-    catalog, pool = machine.pool()
-    machine.grow(catalog, 1)
-    slots = pool.prefix(Keys(catalog.digest[:1] + bytes(31)))
-    pool.hold(slots)
-    machine.kill(machine.copiers[0])
-    machine.restart(machine.copiers[0])
-    machine.answer(error="cannot pin 64 MiB")
-    machine.room.rebalance(now=1.0)
-    assert pool.pages == LARGE.chunk_slots
-    assert machine.room.rows.busy
-    pool.release(slots)
-    machine.room.rebalance(now=2.0)
-    machine.answer()
-    assert (pool.pages, pool.capacity) == (0, 0)
-    assert not machine.room.rows.busy
-
-
-def test_a_chunk_that_cannot_be_pinned_ends_growth_and_harms_nothing(
-    machines: list[Machine],
-) -> None:
-    machine = make(machines, chunks=8, devices=2)
-    catalog, pool = machine.pool()
-    machine.grow(catalog, 1)
-    assert machine.make_room(catalog) is None
-    machine.answer("host:0")
-    machine.answer("host:1", error="cannot pin 64 MiB")
-    assert machine.told == [], "the other copier keeps its chunk"
-    assert machine.room.store.claimed_bytes == 2 * CHUNK_BYTES
-    assert machine.room.store.budget_bytes == 3 * CHUNK_BYTES
-    assert pool.pages == LARGE.chunk_slots
-    assert machine.make_room(catalog) is True, "from now on, pages make room"
-
-
-def test_after_a_failed_pin_nothing_waits_for_the_copier_that_failed(
-    machines: list[Machine],
-) -> None:
-    machine = make(machines, chunks=8, devices=2)
-    catalog, _ = machine.pool()
-    assert machine.make_room(catalog) is None
-    machine.answer("host:1", error="cannot pin 64 MiB")
-    machine.answer()
-    assert machine.restart(machine.copiers[1]) == set()
-    assert not machine.room.rows.busy
-
-
-def test_a_copier_that_dies_while_it_pins_holds_nobody_up(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4, devices=2)
-    catalog, pool = machine.pool()
-    assert machine.make_room(catalog) is None
-    machine.answer("host:0")
-    machine.kill(machine.copiers[1])
-    assert pool.free_slots == LARGE.chunk_slots
-    lacks = machine.restart(machine.copiers[1])
-    assert len(lacks) == 1, "its rank is not served before it has pinned it after all"
-    machine.answer()
-    assert machine.restart(machine.copiers[1]) == set()
-
-
-def test_growth_does_not_wait_for_a_copier_that_is_dead(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4, devices=2)
-    catalog, pool = machine.pool()
-    machine.kill(machine.copiers[1])
-    assert machine.make_room(catalog) is None
-    machine.answer()
-    assert pool.free_slots == LARGE.chunk_slots
-    lacks = machine.restart(machine.copiers[1])
-    assert len(lacks) == 1
-    machine.answer("host:1")
-    assert machine.restart(machine.copiers[1]) == set()
-
-
-def test_a_copier_that_dies_while_it_unmaps_gives_its_memory_back(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4, devices=2)
-    catalog, _ = machine.pool(private=True)
-    both = [(0, machine.copiers[0]), (0, machine.copiers[1]), (1, machine.copiers[1])]
-    assert machine.room.make_room(catalog.pools["kv"], 1, both) is None
-    machine.answer()
-    machine.room.dissolve(catalog)
-    assert machine.told_to(DropChunk) == ["host:1"], "each chunk stays where it lies"
-    assert machine.room.rows.busy
-    machine.kill(machine.copiers[1])
-    assert machine.room.store.claimed_bytes == 0
-    assert not machine.room.rows.busy
 
 
 def test_a_pool_that_has_nothing_takes_the_coldest_chunk_of_another(
@@ -539,17 +292,6 @@ def test_a_namespace_is_dissolved_when_nobody_holds_its_pages(machines: list[Mac
     assert not machine.room.dissolve(catalog)
     assert pool.pages == 1
     pool.release(slots)
-    assert machine.room.dissolve(catalog)
-    machine.answer()
-    assert machine.room.store.claimed_bytes == 0
-
-
-def test_a_namespace_is_not_dissolved_under_a_copier_that_pins(machines: list[Machine]) -> None:
-    machine = make(machines, chunks=4)
-    catalog, _ = machine.pool(private=True)
-    assert machine.make_room(catalog) is None
-    assert not machine.room.dissolve(catalog)
-    machine.answer()
     assert machine.room.dissolve(catalog)
     machine.answer()
     assert machine.room.store.claimed_bytes == 0
