@@ -75,6 +75,7 @@ class PagePool:
         self.slots = SlotTable(host.chunk_slots, most)
         """What is in them: to be asked, not to be changed."""
         self.chunks = PoolChunks(self.slots, self.policy, self)
+        """They come, go, and are compared by their age."""
         self.on_commit: Callable[[Keys], None] | None = None
         """Told of pages that become visible."""
         self.on_drop: Callable[[Keys, bool], None] | None = None

@@ -129,13 +129,13 @@ class Rows:
         return sum(row.pool is pool for row in self._claims)
 
     def usable(self, pool: PagePool) -> list[Row]:
-        """The others."""
+        """Those that are."""
         rows = (Row(pool, ordinal) for ordinal in self._owners[pool].chunks.rows)
         return [row for row in rows if row not in self._claims]
 
     def broken(self, pool: PagePool) -> set[int]:
-        """The ordinals of those that go as soon as nobody uses them, because a copier cannot reach
-        their pages."""
+        """The ordinals of those that go as soon as nobody uses them, because a copier could not pin
+        them again."""
         return {row.ordinal for row in self._broken if row.pool is pool}
 
     def chunks(self, row: Row) -> list[Chunk]:
