@@ -11,6 +11,7 @@ from rich.table import Table
 TIERS = {"none": "L1 only", "noop": "no-op linker", "hicache": "HiCache", "tierd": "tierd"}
 _PER_BATCH = {
     "finish, a request": "{n} finish: each",
+    "finish, a request, no-op linker on tierd's tree": "{n} finish: each, with a no-op linker",
     "flush, a step": "{n} finish: flush",
     "flush, the linker's part": "{n} finish: flush, the linker's part",
     "flush, a step, CPU time": "{n} finish: flush, CPU time",

@@ -28,6 +28,10 @@ from tierd_client.sglang.tree_pools import EngineShape
 
 FLUSH = "num_completed_offloads"
 """The call of a linker that sends a step's nodes."""
+FINISH = "finish, a request"
+FINISH_WITHOUT = "finish, a request, no-op linker on tierd's tree"
+"""In turns with the steps that tierd serves. Two trees differ by more than a linker costs: by where
+in memory all that they hold happens to lie."""
 WARM_UP_STEPS = 4
 """Two fill the device, which then evicts; four fill HiCache's host pool."""
 IDLE_CALLS = 200
@@ -157,6 +161,11 @@ class Bench:
         for batch, steps in STEPS.items():
             for _ in range(steps):
                 self._step(tree, batch, samples)
+                if tree.tier == "tierd":
+                    twin: Samples = defaultdict(list)
+                    with tree.noop_instead():
+                        self._step(tree, batch, twin)
+                    samples[FINISH_WITHOUT, batch] += twin[FINISH, batch]
         if tree.linker is not None:
             with _timed(tree, "offload", samples):
                 self._step(tree, max(STEPS), defaultdict(list))
@@ -182,7 +191,7 @@ class Bench:
         for request in requests:
             with _clock(spent):
                 tree.finish(request)
-        samples["finish, a request", batch] += spent
+        samples[FINISH, batch] += spent
         own: Samples = defaultdict(list)
         part = contextlib.nullcontext() if tree.linker is None else _timed(tree, FLUSH, own)
         busy = time.thread_time_ns()

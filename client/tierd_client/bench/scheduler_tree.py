@@ -99,6 +99,18 @@ class SchedulerTree:
         with self._sg.get_context().override_server_args(**fields):
             yield
 
+    @contextlib.contextmanager
+    def noop_instead(self) -> Iterator[None]:
+        """A linker that keeps nothing is in the place of this tree's own while it is open: what
+        the same tree, with all that it holds, costs without the tier. No node may wait for an ack.
+        """
+        wrapper = self.tree.linker
+        own, wrapper.cache_linker = wrapper.cache_linker, self._new_noop()
+        try:
+            yield
+        finally:
+            wrapper.cache_linker = own
+
     # --- a request's life -------------------------------------------------------------------
 
     def new_request(self, rid: str, tokens: Sequence[int]) -> Any:
@@ -236,11 +248,16 @@ class SchedulerTree:
             return TierdLinker(None, params, components=components, extra_config=config)
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
-        from tierd_client.bench.noop_linker import NoopLinker
         from tierd_client.sglang.pools import engine_pools
 
         pools = engine_pools(params, components).pools
-        return NoopLinker({PoolName(pool.name): pool for pool in pools})
+        return self._new_noop({PoolName(pool.name): pool for pool in pools})
+
+    def _new_noop(self, pools: dict[Any, object] | None = None) -> Any:
+        """Args: `pools`: those that it would carry; None is this tree's linker's."""
+        from tierd_client.bench.noop_linker import NoopLinker
+
+        return NoopLinker(self.linker.pools if pools is None else pools)
 
     def _attach_hicache(self, tree: Any, params: Any) -> None:
         """Attach HiCache; where there is no GPU, without what `WITHOUT_GPU` says."""
