@@ -35,9 +35,9 @@ from tierd_client.sglang.tree import Prefix, Tree
 
 log = logging.getLogger(__name__)
 
-PACKED_NODES = 8
-"""So many are made ready for the flush as soon as the next one comes: at the end of a step of many
-requests nothing of the first ones would be in the processor's caches any more."""
+PACKED_NODES = 32
+"""So many are made ready for the flush when the next one comes, so that what a flush does for each
+node is bounded. To do it more often makes the step as a whole slower (tierd/bench/README.md)."""
 _FAILED_HERE = -1
 """In place of its pages: an `offload()` that the client was not told of."""
 
