@@ -20,7 +20,8 @@ from tierd import __version__
 from tierd.meeting import check_socket, default_socket
 from tierd.wire import limits, messages
 from tierd.wire.geometry import namespace_digest
-from tierd.wire.layout import SegmentSpec
+from tierd.wire.layout import MAX_RING, SegmentSpec
+from tierd.wire.messages import PoolSpec
 from tierd_client.device import open_device
 from tierd_client.link import Link, LinkState
 from tierd_client.lookups import Lookups
@@ -100,7 +101,7 @@ class TierClient:
             self._specs = [describe(pool, [next(places) for _ in pool.buffers]) for pool in pools]
             self._pools = Pools({pool.name: pool.page_tokens for pool in pools})
             layers = 1 + max(buffer.layer for pool in pools for buffer in pool.buffers)
-            self._shared = create_segment(SegmentSpec(max_layers=layers))
+            self._shared = create_segment(_segment_spec(self._specs, layers))
             open_now.callback(self._shared.close)
             self._segment = self._shared.fields
             watchdog = None if self._device.name.startswith("host:") else Watchdog(self._shared.fd)
@@ -519,3 +520,11 @@ class TierClient:
     def _tickets_left(self) -> int:
         """How many flushes and restores may still be sent before an answer comes."""
         return self._tickets.left((*self._outbox.tickets, *self._restores.tickets))
+
+
+def _segment_spec(pools: Sequence[PoolSpec], layers: int) -> SegmentSpec:
+    """A segment whose ring for restores has room for every token slot that the rank has: no load
+    of an engine, however large, may fail for want of it."""
+    slots = sum(pool.num_pages * pool.page_tokens for pool in pools)
+    restore_ring = min(max(slots, SegmentSpec().restore_ring), MAX_RING)
+    return SegmentSpec(restore_ring=restore_ring, max_layers=layers)

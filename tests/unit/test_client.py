@@ -66,6 +66,13 @@ def test_a_client_that_is_refused_leaves_nothing_open(
     assert opened_since(before, kind) == []
 
 
+def test_every_token_slot_of_a_rank_finds_room_in_its_ring_for_restores() -> None:
+    slots = 3 << 19
+    client = make(rows=torch.zeros(slots, 1, dtype=torch.uint8))
+    assert client._segment.spec.restore_ring == slots
+    client.close()
+
+
 def test_a_watchdog_that_cannot_be_started_keeps_nothing() -> None:
     segment = create_segment(SegmentSpec())
     before = open_descriptors("memfd:tierd-segment")

@@ -27,6 +27,9 @@ RESTORE_ENTRIES = 8
 TICKETS = 4096
 """Pairs of ready words. A pair is reused 4,096 flushes and restores later."""
 
+MAX_RING = 1 << 26
+"""Elements of a ring at most."""
+
 PENDING, LANDED, FAILED = 0, 1, 2
 
 
@@ -151,7 +154,7 @@ def read_segment_spec(buffer: Any) -> SegmentSpec:
     magic, backup, restore, layers = (int(x) for x in memory[:32].view(np.uint64))
     if magic != SEGMENT_MAGIC:
         raise ProtocolError("the first descriptor is not a tierd segment")
-    if not (1 <= backup <= 1 << 26 and 1 <= restore <= 1 << 26 and 1 <= layers <= 4096):
+    if not (1 <= backup <= MAX_RING and 1 <= restore <= MAX_RING and 1 <= layers <= 4096):
         raise ProtocolError(f"segment sizes out of range: {backup}, {restore}, {layers}")
     spec = SegmentSpec(backup, restore, layers)
     if spec.nbytes > memory.nbytes:
