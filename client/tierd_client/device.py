@@ -22,7 +22,6 @@ from tierd.wire.messages import Allocation
 
 Ring = Literal["backup", "restore"]
 
-
 FEW_TENSORS = 8
 """So many tensors are copied one by one: joining them takes a kernel, and longer."""
 
@@ -134,19 +133,24 @@ def dense(slots: Sequence[torch.Tensor], ring_size: int) -> Sequence[torch.Tenso
     One torch operation, on the current stream, however many there are, and none for few: each costs
     microseconds on the scheduler thread.
 
-    Raises: ValueError: more than the ring holds, or slots of another type than int64.
+    Raises: ValueError: more than the ring holds, or slots of another type than int64. Narrower ones
+        among int64 ones are taken, however many there are.
     """
-    if len(slots) <= FEW_TENSORS and all(map(torch.Tensor.is_contiguous, slots)):
+    if len(slots) <= FEW_TENSORS and all(map(_is_dense, slots)):
         tensors = slots
     else:
-        tensors = [torch.cat(list(slots))]
+        joined = torch.cat(list(slots))
+        if joined.dtype is not torch.int64:
+            raise ValueError(f"token slots of {joined.dtype}; they have to be int64")
+        tensors = [joined]
     count = sum(map(torch.Tensor.numel, tensors))
     if count > ring_size:
         raise ValueError(f"{count} token slots; the ring holds {ring_size}")
-    for tensor in tensors:
-        if tensor.dtype is not torch.int64:
-            raise ValueError(f"token slots of {tensor.dtype}; they have to be int64")
     return tensors
+
+
+def _is_dense(slots: torch.Tensor) -> bool:
+    return slots.dtype is torch.int64 and slots.is_contiguous()
 
 
 def ring_pieces(position: int, count: int, size: int) -> list[tuple[int, int, int]]:

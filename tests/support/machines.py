@@ -23,6 +23,7 @@ from tierd.wire.messages import AddChunk, DropChunk, Message
 LARGE = host_layout([16 << 20])
 """Three slots a chunk: a pool is full soon."""
 MISSING_ONE = np.array([MISSING])
+CHUNK_FILE = "/memfd:tierd-chunk-"
 
 
 @dataclass
@@ -154,3 +155,9 @@ class Machine:
 
     def close(self) -> None:
         self.room.close()
+
+
+def make(machines: list[Machine], chunks: int, devices: int = 1) -> Machine:
+    """One more machine, for the fixture of this name to close."""
+    machines.append(Machine(chunks, devices))
+    return machines[-1]

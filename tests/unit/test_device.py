@@ -160,6 +160,14 @@ def test_slots_of_another_type_are_refused(count: int) -> None:
         dense([torch.arange(4, dtype=torch.int32)] * count, 100)
 
 
+@pytest.mark.parametrize("count", [1, FEW_TENSORS])
+def test_narrower_slots_among_others_are_widened_however_many_there_are(count: int) -> None:
+    slots = [torch.arange(2, dtype=torch.int32), *[torch.arange(2)] * count]
+    tensors = dense(slots, 100)
+    assert [slot for tensor in tensors for slot in tensor.tolist()] == [0, 1] * (count + 1)
+    assert {tensor.dtype for tensor in tensors} == {torch.int64}
+
+
 @given(st.integers(0, 2**63), st.integers(0, 40), st.integers(1, 40))
 def test_ring_pieces_cover_each_element_once_and_in_order(
     position: int, count: int, size: int

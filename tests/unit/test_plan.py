@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierd.copier import host, operations, plan, records
-from tierd.copier.plan import Batch, Direction, Path, PlanError, PoolPlan
+from tierd.copier.plan import Batch, Direction, Path, PlanError, PoolPlan, whole_pages
 from tierd.wire.geometry import HostLayout, host_layout, pool_layout
 from tierd.wire.messages import BufferSpec, PoolSpec
 
@@ -381,6 +381,26 @@ def test_irregular_layers_fall_into_the_progressions_that_they_have() -> None:
     chains = list(operations.progressions(sorted(points), 10))
     assert sorted(len(chain) for chain in chains) == [1, 9, 12]
     assert sorted(point for chain in chains for point in chain) == sorted(points)
+
+
+SLOT = st.integers(-(2**63), 2**63 - 1)
+
+
+@example(first=128, span=63, tokens=64)
+@example(first=-64, span=63, tokens=64)
+@example(first=2**63 - 64, span=63, tokens=64)
+@example(first=2**63 - 63, span=63, tokens=64)
+@given(first=SLOT, span=st.integers(-2, 70) | SLOT, tokens=st.sampled_from([2, 3, 64, 256]))
+def test_a_page_is_named_by_its_own_first_and_last_slot_alone(
+    first: int, span: int, tokens: int
+) -> None:
+    last = (first + span + 2**63) % 2**64 - 2**63
+    slots = np.array([first]), np.array([last])
+    if first % tokens == 0 and last == first + tokens - 1:
+        assert whole_pages(*slots, tokens).tolist() == [first // tokens]
+        return
+    with pytest.raises(PlanError, match=f"token slots {first} to {last} are no page of {tokens}"):
+        whole_pages(*slots, tokens)
 
 
 @pytest.mark.parametrize("page", [-1, 80, 2**40, -(2**63)])

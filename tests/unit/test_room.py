@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from descriptors import open_descriptors, opened_since
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from machines import LARGE, MISSING_ONE, Machine
+from machines import CHUNK_FILE, LARGE, MISSING_ONE, Machine, make
 
 from tierd.control.chunk_ages import LOOKS
 from tierd.control.copiers import CopierState
@@ -19,29 +17,9 @@ from tierd.control.pages import PagePool
 from tierd.eviction.policy import Slots
 from tierd.wire.geometry import CHUNK_BYTES, host_layout
 
-CHUNK = "/memfd:tierd-chunk-"
+pytestmark = pytest.mark.usefixtures("no_chunk_stays_open")
 SMALL = host_layout([64 << 10])
 """About a thousand slots a chunk: a long prompt of one-token pages takes many."""
-
-
-@pytest.fixture(autouse=True)
-def no_chunk_stays_open() -> Iterator[None]:
-    before = open_descriptors(CHUNK)
-    yield
-    assert opened_since(before, CHUNK) == []
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    opened: list[Machine] = []
-    yield opened
-    for machine in opened:
-        machine.close()
-
-
-def make(machines: list[Machine], chunks: int, devices: int = 1) -> Machine:
-    machines.append(Machine(chunks, devices))
-    return machines[-1]
 
 
 def test_the_budget_is_never_exceeded_and_then_pages_are_evicted(machines: list[Machine]) -> None:
@@ -302,7 +280,7 @@ class Growth(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = open_descriptors(CHUNK)
+        self.before = open_descriptors(CHUNK_FILE)
         self.machine = Machine(chunks=8, devices=2, ahead=4, spare=1)
         self.machine.pool()
         self.machine.pool()
@@ -390,7 +368,7 @@ class Growth(RuleBasedStateMachine):
         assert self.machine.room.store.claimed_bytes == 0
         self.machine.close()
         assert self.machine.room.store.created_bytes == 0
-        assert opened_since(self.before, CHUNK) == []
+        assert opened_since(self.before, CHUNK_FILE) == []
 
 
 TestGrowth = Growth.TestCase

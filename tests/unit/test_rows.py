@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from descriptors import open_descriptors, opened_since
-from machines import LARGE, Machine
+from machines import LARGE, Machine, make
 
 from tierd.control.keys import Keys
 from tierd.wire.geometry import CHUNK_BYTES
 from tierd.wire.messages import AddChunk, DropChunk
 
-CHUNK = "/memfd:tierd-chunk-"
-
-
-@pytest.fixture(autouse=True)
-def no_chunk_stays_open() -> Iterator[None]:
-    before = open_descriptors(CHUNK)
-    yield
-    assert opened_since(before, CHUNK) == []
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Machine]]:
-    opened: list[Machine] = []
-    yield opened
-    for machine in opened:
-        machine.close()
-
-
-def make(machines: list[Machine], chunks: int, devices: int = 1) -> Machine:
-    machines.append(Machine(chunks, devices))
-    return machines[-1]
+pytestmark = pytest.mark.usefixtures("no_chunk_stays_open")
 
 
 def test_slots_are_there_once_every_copier_has_pinned_its_shard(machines: list[Machine]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from descriptors import open_descriptors, opened_since
 from machines import LARGE, Machine
 
 from tierd.control.catalog import Catalog
@@ -13,14 +10,7 @@ from tierd.control.stock import PINNED_AT_ONCE
 from tierd.wire.geometry import CHUNK_BYTES
 from tierd.wire.messages import AddChunk, DropChunk
 
-CHUNK = "/memfd:tierd-chunk-"
-
-
-@pytest.fixture(autouse=True)
-def no_chunk_stays_open() -> Iterator[None]:
-    before = open_descriptors(CHUNK)
-    yield
-    assert opened_since(before, CHUNK) == []
+pytestmark = pytest.mark.usefixtures("no_chunk_stays_open")
 
 
 def test_a_device_in_use_is_kept_ahead_of_its_need_within_the_budget() -> None:
