@@ -1,7 +1,8 @@
 """The connection to a daemon: lifeline, ZeroMQ socket and process handles.
 
 Knows how to get one and when it is lost. What a loss means is the client's business. What is waited
-for goes over the lifeline: ZeroMQ's own threads, at both ends, would take twice as long.
+for goes over the lifeline, as far as it fits: ZeroMQ's own threads, at both ends, would take twice
+as long.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ PATIENT_TRIES = 10
 QUEUED_MESSAGES = 1000
 UNSENT_BYTES = 4 << 20
 """Of cancellations that the daemon has not had time to read. What they would end expires."""
+QUICK_KEYS_BYTES = 32 << 10
+"""A restore of so many keys at most goes over the lifeline, whose kernel buffer takes all of it at
+once: nobody would write what it has left over while the engine's stream waits for the pages."""
 _POLLIN = int(zmq.POLLIN)
 """The flag itself costs more to compare with than all else of a look."""
 
@@ -241,7 +245,17 @@ class Link:
         """Tell the daemon that a request will not load, unless it does not read."""
         self._say(messages.Cancel(rid=rid), UNSENT_BYTES)
 
-    def _say(self, message: messages.Lookup | messages.Cancel, most_unsent: int) -> bool:
+    def restore(self, restore: messages.Restore) -> bool:
+        """Ask for pages, on the quicker way that takes it. False: there is no daemon, or it has not
+        read all that it was sent before.
+
+        Raises: ProtocolError: it is too large.
+        """
+        if len(restore.keys) <= QUICK_KEYS_BYTES and self._say(restore, 0):
+            return True
+        return self.send(restore)
+
+    def _say(self, message: messages.FromRank, most_unsent: int) -> bool:
         """Say something on the lifeline, behind so much that is still unsent at most."""
         lifeline = self._lifeline
         if lifeline is None or self.state is not LinkState.UP:

@@ -118,7 +118,7 @@ class Restores:
             items=items,
             keys=key_blob(parts),
         )
-        if not self._link.send(message):
+        if not self._link.restore(message):
             self._segment.release(entry)
             return FailedRestore()
         # After the message: it is on its way while the device gets its work.

@@ -46,6 +46,16 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
         pools=pool,
     )
     host = messages.HostPool(block_slots=1, chunk_slots=2, data_offset=4096)
+    restore = messages.Restore(
+        epoch="",
+        number=1,
+        entry=0,
+        generation=1,
+        ticket=1,
+        fence=0,
+        items=[messages.RestoreItem("r", [part])],
+        keys=key,
+    )
     lifeline = [
         register,
         messages.StatusRequest(protocol=1),
@@ -53,6 +63,7 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
         messages.PauseRequest(protocol=1, paused=True),
         messages.Lookup(request=1, epoch="", rid="r", pools=[0], keys=key),
         messages.Cancel(rid="r"),
+        restore,
     ]
     from_client = [
         messages.Flush(
@@ -62,16 +73,7 @@ def examples() -> list[tuple[codec.Decoder[Any], Any]]:
             keys=2 * key,
             **columns([Row(0, [part], key), Row(1), Row(2, [part], b"")]),
         ),
-        messages.Restore(
-            epoch="",
-            number=1,
-            entry=0,
-            generation=1,
-            ticket=1,
-            fence=0,
-            items=[messages.RestoreItem("r", [part])],
-            keys=key,
-        ),
+        restore,
         messages.Supply(epoch="", seq=1, ticket=1, fence=0, parts=[part], keys=key),
         messages.Reset(epoch="", next_seq=1),
     ]

@@ -338,7 +338,9 @@ class FuzzGroup:
                     template = rng.choice(self.corpus)
                 data = self._mutator.message(template, self.corpus)
             self._scribble(rank)
-            asks = isinstance(meant, messages.Lookup | messages.Cancel)
+            asks = isinstance(meant, messages.FromRank)
+            if isinstance(meant, messages.Restore):  # may come on either way
+                asks = rng.random() < 0.5
             (rank.ask if asks else rank.say)(data)
             said.append(data)
         rank = rng.choice(self.ranks)
@@ -443,7 +445,8 @@ class HonestEngine:
             items=[RestoreItem("r", [Part(0, 4, 0), Part(1, 4, 0)])],
             keys=self._keys() * 2,
         )
-        rank.say(msgspec.msgpack.encode(message))
+        way = rank.ask if self._rounds % 2 else rank.say
+        way(msgspec.msgpack.encode(message))
         served = self._can_be_served()
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from descriptors import descriptors_left
 from registrations import REGISTER
-from tierd_client.link import UNSENT_BYTES, Link, LinkState
+from tierd_client.link import QUICK_KEYS_BYTES, UNSENT_BYTES, Link, LinkState
 
 from tierd.channel import Channel, close_all
 from tierd.memory.presence import SharedPresence
@@ -104,6 +105,38 @@ def test_no_lookup_waits_behind_one_that_the_daemon_does_not_read(ends: Ends) ->
     while len(received) < 4:
         received += [message for message, _ in daemon.wait(PATIENCE_S)]
     assert received[2:] == [lookup(3), cancel]
+
+
+def restore(pages: int) -> messages.Restore:
+    return messages.Restore(
+        epoch="",
+        number=1,
+        entry=0,
+        generation=1,
+        ticket=1,
+        fence=0,
+        items=[messages.RestoreItem("r", [messages.Part(0, pages, 0)])],
+        keys=bytes(limits.KEY_BYTES * pages),
+    )
+
+
+def test_a_restore_takes_the_way_that_has_room_for_all_of_it(ends: Ends, tmp_path: Path) -> None:
+    link, daemon = ends
+    small, large = restore(QUICK_KEYS_BYTES // limits.KEY_BYTES), restore(100_000)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{tmp_path}/tierd.sock.zmq")
+        router.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+
+        def heard() -> messages.FromClient:
+            return codec.FROM_CLIENT.decode(router.recv_multipart()[1])
+
+        assert link.restore(small)
+        assert [message for message, _ in daemon.wait(PATIENCE_S)] == [small]
+        assert link.restore(large)
+        assert heard() == large
+        assert link.ask(lookup(1, pages=100_000)), "more than the socket takes at once"
+        assert link.restore(small)
+        assert heard() == small, "nothing waits behind what the daemon does not read"
 
 
 def test_cancels_that_the_daemon_does_not_read_are_bounded(ends: Ends) -> None:

@@ -1,5 +1,5 @@
-"""Lifelines: who comes in, what is said there (registrations, lookups, admin commands), and who is
-gone."""
+"""Lifelines: who comes in, what is said there (registrations, lookups, restores, admin commands),
+and who is gone."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class LifelineDesk:
                 return
             connection.known = True
             message, fds = received
-            if isinstance(message, messages.Lookup | messages.Cancel):
+            if isinstance(message, messages.FromRank):
                 close_all(fds)
                 self._answer(session, message, now)
                 return
@@ -193,15 +193,15 @@ class LifelineDesk:
             channel.send(refused(error))
             channel.close()
 
-    def _answer(
-        self, session: Session | None, message: messages.Lookup | messages.Cancel, now: float
-    ) -> None:
+    def _answer(self, session: Session | None, message: messages.FromRank, now: float) -> None:
         """Raises: ProtocolError: naming the field, or a stranger. ChannelClosed."""
         if session is None or not session.welcomed:
-            raise ProtocolError("this connection is not registered: nothing is looked up for it")
+            raise ProtocolError("this connection is not registered: there is nothing for it here")
         self._state.counters["messages"] += 1
         if isinstance(message, messages.Lookup):
             self._restores.lookup(session, message, now)
+        elif isinstance(message, messages.Restore):
+            self._restores.restore(session, message, now)
         else:
             session.group.leases.cancel(message.rid)
         self._state.presence.table.beat(time.monotonic())

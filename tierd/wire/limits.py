@@ -1,6 +1,6 @@
 """Bounds of the wire. What exceeds one is refused before it is decoded or allocated."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by any change that an older peer would misread."""
 
 KEY_BYTES = 32

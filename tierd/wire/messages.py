@@ -141,8 +141,44 @@ class Cancel(Message, frozen=True, tag="cancel"):
     rid: Name
 
 
+class Part(Struct, array_like=True, frozen=True):
+    """The pages of one pool in a restore, or in what comes before a backup.
+
+    Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
+    first page's first token slot in the segment's index ring.
+    """
+
+    pool: PoolIndex
+    pages: PageCount
+    ring: U63
+
+
+class RestoreItem(Struct, array_like=True, frozen=True):
+    """One request's pages in all its pools, restored all or not at all."""
+
+    rid: Name
+    parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
+
+
+class Restore(Message, frozen=True, tag="restore"):
+    """A step's loads, one verdict for all. `entry` names the group of layer words and the verdict
+    word in the segment, `generation` the value that they will get.
+
+    Comes on the lifeline, which is quicker, or on the hot path, which takes any size."""
+
+    epoch: OptionalName
+    number: U63
+    entry: U32
+    generation: U32
+    ticket: U32
+    fence: U32
+    items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_RESTORE)]
+    keys: bytes
+
+
 AdminRequest = StatusRequest | ClearRequest | PauseRequest
-FromLifeline = Register | Lookup | Cancel | AdminRequest
+FromRank = Lookup | Cancel | Restore
+FromLifeline = Register | FromRank | AdminRequest
 
 
 # --- lifeline: control -> client --------------------------------------------------------------
@@ -210,18 +246,6 @@ ToLifeline = (
 # --- hot path: client -> control (ZeroMQ) -----------------------------------------------------
 
 
-class Part(Struct, array_like=True, frozen=True):
-    """The pages of one pool in a restore, or in what comes before a backup.
-
-    Their keys come next in the message's `keys` blob. `ring` is the absolute position of the
-    first page's first token slot in the segment's index ring.
-    """
-
-    pool: PoolIndex
-    pages: PageCount
-    ring: U63
-
-
 class Flush(Message, frozen=True, tag="flush"):
     """A step's backups, by columns: a struct for each would cost the sender, an engine's scheduler
     thread, more than all else that it does for one. Token slots are valid in the ring once both
@@ -254,27 +278,6 @@ class Flush(Message, frozen=True, tag="flush"):
     first: Annotated[list[PageCount], Meta(max_length=limits.MAX_PARTS_PER_FLUSH)]
     keys: bytes
     digits: str = ""
-
-
-class RestoreItem(Struct, array_like=True, frozen=True):
-    """One request's pages in all its pools, restored all or not at all."""
-
-    rid: Name
-    parts: Annotated[list[Part], Meta(min_length=1, max_length=limits.MAX_POOLS)]
-
-
-class Restore(Message, frozen=True, tag="restore"):
-    """A step's loads, one verdict for all. `entry` names the group of layer words and the verdict
-    word in the segment, `generation` the value that they will get."""
-
-    epoch: OptionalName
-    number: U63
-    entry: U32
-    generation: U32
-    ticket: U32
-    fence: U32
-    items: Annotated[list[RestoreItem], Meta(min_length=1, max_length=limits.MAX_ITEMS_PER_RESTORE)]
-    keys: bytes
 
 
 class Supply(Message, frozen=True, tag="supply"):
