@@ -395,12 +395,12 @@ def test_a_page_is_named_by_its_own_first_and_last_slot_alone(
     first: int, span: int, tokens: int
 ) -> None:
     last = (first + span + 2**63) % 2**64 - 2**63
-    slots = np.array([first]), np.array([last])
+    slots, ends = np.array([[first, last]]), np.array([0, tokens - 1])
     if first % tokens == 0 and last == first + tokens - 1:
-        assert whole_pages(*slots, tokens).tolist() == [first // tokens]
+        assert whole_pages(slots, ends).tolist() == [first // tokens]
         return
     with pytest.raises(PlanError, match=f"token slots {first} to {last} are no page of {tokens}"):
-        whole_pages(*slots, tokens)
+        whole_pages(slots, ends)
 
 
 @pytest.mark.parametrize("page", [-1, 80, 2**40, -(2**63)])
@@ -427,7 +427,14 @@ def test_pieces_are_short_and_lose_nothing(counts: list[int], most: int, page_by
     runs["pages"], runs["page"] = counts, np.arange(len(counts))
     limit = 64 << 20
     pieces = list(
-        operations.cut(runs, page_bytes, most_runs=most, most_bytes=limit, first_bytes=limit)
+        operations.cut(
+            runs,
+            np.cumsum(counts),
+            page_bytes,
+            most_runs=most,
+            most_bytes=limit,
+            first_bytes=limit,
+        )
     )
     assert np.concatenate([runs[:0], *pieces])["page"].tolist() == list(range(len(counts)))
     for piece in pieces:
@@ -461,6 +468,11 @@ def test_pages_in_order_of_their_slots_are_merged_wherever_their_chunks_lie(
     assert runs["pages"].tolist() == [planned.host.block_slots] * (256 // planned.host.block_slots)
 
 
+def groups_of(planned: PoolPlan, runs: np.ndarray, layers: int) -> list[tuple[int, int]]:
+    nbytes = int(runs["pages"].sum()) * planned.host.slot_bytes
+    return plan.layer_groups([(planned, runs)], layers, nbytes)
+
+
 @given(
     layers=st.integers(1, 100),
     row=st.sampled_from([512, 2048, 32768, 131072]),
@@ -474,7 +486,7 @@ def test_layer_groups_cover_every_layer_once_in_order(
     planned = plan_of("K and V by turns", layers=layers, pages=2000, row=row)
     step = 1 if merged else 3
     runs = some_runs(planned, [n * step for n in range(pages)], list(range(pages)))
-    groups = plan.layer_groups([(planned, runs)], layers)
+    groups = groups_of(planned, runs, layers)
     assert groups[0][0] == 0
     assert groups[-1][1] == layers
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in pairwise(groups))
@@ -503,7 +515,7 @@ def test_a_restore_is_cut_as_often_as_its_boxes_allow(
     pages = 80 * 131072 // row
     planned = plan_of(arrangement, layers=36, pages=2 * pages, row=row, by_layer=True)
     runs = some_runs(planned, list(range(0, 2 * pages, 2)), list(range(pages)))
-    found = plan.layer_groups([(planned, runs)], 36)
+    found = groups_of(planned, runs, 36)
     assert len(found) == groups
     assert max(end - first for first, end in found) <= min(end - first for first, end in found) + 1
 
@@ -511,12 +523,12 @@ def test_a_restore_is_cut_as_often_as_its_boxes_allow(
 def test_a_run_of_small_pages_is_cut_like_a_large_page() -> None:
     planned = plan_of("K and V by turns", layers=36, pages=7000, row=2048, by_layer=True)
     runs = some_runs(planned, list(range(640)), list(range(640)))
-    assert len(plan.layer_groups([(planned, runs)], 36)) == 8
+    assert len(groups_of(planned, runs, 36)) == 8
 
 
 def test_a_small_restore_is_not_cut() -> None:
     tiny = plan_of("K and V by turns", layers=36, pages=7000, row=2048)
-    assert plan.layer_groups([(tiny, some_runs(tiny, [7], [3]))], 36) == [(0, 36)]
+    assert groups_of(tiny, some_runs(tiny, [7], [3]), 36) == [(0, 36)]
 
 
 GIB = 1 << 30

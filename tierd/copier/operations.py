@@ -3,6 +3,7 @@ progressions, and from both the operations. Pure numpy; knows addresses, and no 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -51,8 +52,16 @@ _LOOKAHEAD = 16
 """Second members tried for a progression; a layer has at most a few buffers of one shape."""
 
 
-def merge(pages: U64, blocks: U64, positions: U64, *, join: bool = True) -> Records:
-    """Merge pages that are adjacent on the device and in one block; with `join` false, none.
+def one_page_runs(pages: U64, blocks: U64, positions: U64 | int) -> Records:
+    """Every page a run of its own, in their order; arguments and result as of `merge`."""
+    runs = np.empty(len(pages), RUNS)
+    runs["page"], runs["block"], runs["position"] = pages, blocks, positions
+    runs["pages"] = 1
+    return runs
+
+
+def merge(pages: U64, blocks: U64, positions: U64) -> Records:
+    """Merge pages that are adjacent on the device and in one block.
 
     Args: three arrays of shape (n,): page number, address of its block, its place in the block.
     Returns: dtype RUNS, a block's in the order of their positions.
@@ -61,52 +70,68 @@ def merge(pages: U64, blocks: U64, positions: U64, *, join: bool = True) -> Reco
         return np.zeros(0, RUNS)
     same = blocks[1:] == blocks[:-1]
     # A chain's slots mostly come in order, and to sort them all the same costs more than the rest.
-    if join and (same & (positions[1:] <= positions[:-1])).any():
+    if (same & (positions[1:] <= positions[:-1])).any():
         order = np.lexsort((positions, blocks))
         pages, blocks, positions = pages[order], blocks[order], positions[order]
         same = blocks[1:] == blocks[:-1]
-    joined = join & same
-    joined &= pages[1:] == pages[:-1] + np.uint64(1)
-    joined &= positions[1:] == positions[:-1] + np.uint64(1)
-    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-    runs = np.zeros(len(starts), RUNS)
-    runs["page"], runs["block"], runs["position"] = pages[starts], blocks[starts], positions[starts]
+    same &= pages[1:] == pages[:-1] + np.uint64(1)
+    same &= positions[1:] == positions[:-1] + np.uint64(1)
+    starts = np.concatenate(([0], np.flatnonzero(~same) + 1))
+    runs = one_page_runs(pages[starts], blocks[starts], positions[starts])
     runs["pages"][:-1] = starts[1:] - starts[:-1]
     runs["pages"][-1] = len(pages) - starts[-1]
     return runs
 
 
 def cut(
-    runs: Records, page_bytes: int, *, most_runs: int, most_bytes: int, first_bytes: int
+    runs: Records,
+    ends: Sequence[int] | U64,
+    page_bytes: int,
+    *,
+    most_runs: int,
+    most_bytes: int,
+    first_bytes: int,
 ) -> Iterator[Records]:
     """Slices of `runs` (dtype RUNS) with at least one of them, at most `most_runs`, and, where
     several are in it, at most a size that grows: `first_bytes`, then twice as much each time, up
-    to `most_bytes`. Args: `page_bytes`: bytes of a page."""
-    ends = np.cumsum(runs["pages"]) * np.uint64(page_bytes)
-    start = moved = 0
+    to `most_bytes`.
+
+    Args:
+        ends: How many pages have passed at the end of each run. Shape: (len(runs),).
+        page_bytes: Bytes of a page.
+    """
+    start = passed = 0
     size = first_bytes
     while start < len(runs):
-        fits = int(np.searchsorted(ends, moved + size, side="right"))
+        fits = bisect_right(ends, passed + size // page_bytes)
         end = max(start + 1, min(fits, start + most_runs))
         yield runs[start:end]
-        start, moved = end, int(ends[end - 1])
+        start, passed = end, int(ends[end - 1])
         size = min(2 * size, most_bytes)
 
 
-def operations(folded: Records, runs: Records) -> Records:
-    """One operation for each progression (dtype PROGRESSIONS) and run (dtype RUNS).
-    Shape: (n,), dtype OPS.
+def first_rows(folded: Records, runs: Records) -> Records:
+    """The first row of each progression (dtype PROGRESSIONS) in each run (dtype RUNS), as an
+    operation with a depth of 1. Shape: (progressions, runs), dtype OPS.
 
     A run of several pages makes sense only where their rows are adjacent on the device.
     """
     each = folded[:, None]
+    row_bytes = each["row_bytes"]
     ops: Records = np.zeros((len(folded), len(runs)), OPS)
     ops["device"] = each["device"] + runs["page"] * each["page_stride"]
-    place = runs["block"] + each["host_offset"]
-    ops["host"] = place + runs["position"] * each["row_bytes"]
-    ops["width"] = runs["pages"] * each["row_bytes"]
+    ops["host"] = runs["block"] + runs["position"] * row_bytes + each["host_offset"]
+    ops["width"] = runs["pages"] * row_bytes
+    ops["depth"] = 1
+    return ops
+
+
+def operations(folded: Records, runs: Records) -> Records:
+    """One operation for each progression (dtype PROGRESSIONS) and run (dtype RUNS).
+    Shape: (n,), dtype OPS."""
+    ops = first_rows(folded, runs)
     for name in ("depth", "device_stride", "host_stride"):
-        ops[name] = each[name]
+        ops[name] = folded[name][:, None]
     ops = ops.reshape(-1)
     # Rows that follow each other without a gap on both sides are one longer row.
     dense = (ops["device_stride"] == ops["width"]) & (ops["host_stride"] == ops["width"])

@@ -11,12 +11,9 @@ import enum
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierd.copier.operations import (
     I64,
@@ -25,8 +22,10 @@ from tierd.copier.operations import (
     U64,
     Records,
     cut,
+    first_rows,
     merge,
     one_by_one,
+    one_page_runs,
     operations,
     progressions,
     split_rows,
@@ -83,45 +82,36 @@ class Path(enum.Enum):
     ROWS = "rows"
 
 
-@dataclass(frozen=True)
 class Group:
-    """Some layers of a pool: how to reach their rows (dtype PROGRESSIONS), and how many bytes a
-    page has there."""
+    """Some layers of a pool: how to reach their rows.
 
-    progressions: Records
-    page_bytes: int
+    Args:
+        progressions: dtype PROGRESSIONS.
+        page_bytes: How many bytes a page has there.
 
-    @cached_property
-    def rows(self) -> int:
-        """Rows of one page."""
-        return int(self.progressions["depth"].sum())
+    Attributes:
+        rows: Rows of one page.
+        narrowest: Bytes of its narrowest row; 0 if it has none.
+        single_rows: The same rows, a progression each (dtype PROGRESSIONS); None where rows may
+            turn out to be one longer row, which they could not be then.
+    """
 
-    @cached_property
-    def single_rows(self) -> Records | None:
-        """The same rows, a progression each (dtype PROGRESSIONS); None where rows may turn out to
-        be one longer row, which they could not be then."""
-        folded = self.progressions
-        deep = folded["depth"] > 1
-        if (folded["device_stride"] == folded["host_stride"])[deep].any():
-            return None
-        single, step = one_by_one(folded)
-        single["device"] += step * single["device_stride"]
-        single["host_offset"] += step * single["host_stride"]
-        return single
-
-    @cached_property
-    def wide_pages(self) -> U64:
-        """How many pages side by side make a row of WIDE_ROW_BYTES. Shape: (progressions,)."""
-        row_bytes = self.progressions["row_bytes"]
-        pages: U64 = (np.uint64(WIDE_ROW_BYTES - 1) + row_bytes) // row_bytes
-        return pages
+    def __init__(self, progressions: Records, page_bytes: int) -> None:
+        row_bytes = progressions["row_bytes"]
+        self.progressions = progressions
+        self.page_bytes = page_bytes
+        self.rows = int(progressions["depth"].sum())
+        self.narrowest = min(row_bytes.tolist(), default=0)
+        self.single_rows = _single_rows(progressions)
+        # How many pages side by side make a row of WIDE_ROW_BYTES.
+        self._wide_pages: U64 = (np.uint64(WIDE_ROW_BYTES - 1) + row_bytes) // row_bytes
 
     def narrow_boxes(self, lengths: U64) -> int:
         """How many boxes it takes to restore runs of pages.
 
         Args: `lengths`: pages of each run, ascending.
         """
-        return int(np.searchsorted(lengths, self.wide_pages).sum())
+        return int(np.searchsorted(lengths, self._wide_pages).sum())
 
 
 @dataclass(frozen=True)
@@ -154,14 +144,31 @@ class PoolPlan:
         self.pool = pool
         self.host = host
         self.layers = 1 + max(buffer.layer for buffer in pool.buffers)
-        self.packed = all(buffer.page_stride == buffer.row_bytes for buffer in pool.buffers)
-        """Adjacent pages are adjacent bytes in every buffer, so their rows can merge."""
+        packed = all(buffer.page_stride == buffer.row_bytes for buffer in pool.buffers)
+        # Adjacent pages are adjacent bytes in every buffer, and may be adjacent in a block.
+        self._merges = packed and host.block_slots > 1
         self._addresses = tuple(addresses)
         self._groups: dict[tuple[int, int], Group] = {}
         whole = self.group(0, self.layers)
+        self.wide = whole.narrowest >= WIDE_ROW_BYTES
+        """All rows go one by one, whichever way."""
         deep = len(whole.progressions) * BOX_DEPTH <= whole.rows
-        narrow = bool((whole.progressions["row_bytes"] < WIDE_ROW_BYTES).any())
-        self.path = Path.STRIDED if deep and narrow else Path.ROWS
+        self.path = Path.STRIDED if deep and not self.wide else Path.ROWS
+        # Rows of so many bytes go one by one, by direction.
+        restored = WIDE_ROW_BYTES if self.path is Path.STRIDED else NARROW_ROW_BYTES
+        self._single_bytes = (restored if self.path is Path.STRIDED else 0, restored)
+        self._per_block = np.uint64(host.block_slots)
+        self._block_bytes = np.uint64(host.block_slots * host.slot_bytes)
+        self._data_offset = np.uint64(host.data_offset)
+        # From a page's first token slot to its first and its last.
+        self._ends: I64 = np.array([0, pool.page_tokens - 1])
+
+    def prepare(self, layers: int) -> None:
+        """Work out every group of layers that a job of a rank with so many layers may ask for:
+        none is to wait for that."""
+        for groups in groupings(layers):
+            for first, end in groups:
+                self.group(first, end)
 
     @property
     def path_text(self) -> str:
@@ -169,7 +176,7 @@ class PoolPlan:
         whole = self.group(0, self.layers)
         if self.path is Path.STRIDED:
             return f"strided: {whole.rows} rows a page in {len(whole.progressions)} boxes"
-        narrow = (whole.progressions["row_bytes"] < NARROW_ROW_BYTES).any()
+        narrow = whole.narrowest < NARROW_ROW_BYTES
         aside = f"; restores of narrow rows in {len(whole.progressions)} boxes" if narrow else ""
         return f"rows: {whole.rows} rows a page{aside}"
 
@@ -179,8 +186,8 @@ class PoolPlan:
         if group is None:
             chosen = [n for n, b in enumerate(self.pool.buffers) if first <= b.layer < end]
             group = Group(
-                progressions=np.array(list(self._fold(chosen)), PROGRESSIONS),
-                page_bytes=sum(self.pool.buffers[n].row_bytes for n in chosen),
+                np.array(list(self._fold(chosen)), PROGRESSIONS),
+                sum(self.pool.buffers[n].row_bytes for n in chosen),
             )
             self._groups[first, end] = group
         return group
@@ -198,15 +205,18 @@ class PoolPlan:
         """
         check_range("page number", pages, self.pool.num_pages)
         check_range("slot", slots, self.host.chunk_slots)
-        per_block = np.uint64(self.host.block_slots)
-        block_bytes = np.uint64(self.host.block_slots * self.host.slot_bytes)
-        blocks = chunks + np.uint64(self.host.data_offset) + slots // per_block * block_bytes
-        return merge(pages.astype(np.uint64), blocks, slots % per_block, join=self.packed)
+        numbers = pages.view(np.uint64)
+        if self._per_block == 1:
+            blocks = chunks + slots * self._block_bytes + self._data_offset
+            return one_page_runs(numbers, blocks, 0)
+        inside, positions = np.divmod(slots, self._per_block)
+        blocks = chunks + inside * self._block_bytes + self._data_offset
+        return (merge if self._merges else one_page_runs)(numbers, blocks, positions)
 
     def batch(self, group: Group, runs: Records, direction: Direction) -> Batch:
         """The operations that move these runs of pages, for some layers of the pool."""
         if group.single_rows is not None and self._all_rows(group, runs, direction):
-            return Batch(boxes=NO_OPS, rows=operations(group.single_rows, runs))
+            return Batch(boxes=NO_OPS, rows=first_rows(group.single_rows, runs).reshape(-1))
         ops = operations(group.progressions, runs)
         plain = ops["depth"] == 1
         if self.path is Path.ROWS:
@@ -218,14 +228,10 @@ class PoolPlan:
 
     def _all_rows(self, group: Group, runs: Records, direction: Direction) -> bool:
         """Whether every operation that `batch` makes of these goes through the row call."""
-        if not len(runs) or not len(group.progressions):
-            return self.path is Path.ROWS
-        if self.path is Path.STRIDED:
-            least = WIDE_ROW_BYTES
-        else:
-            least = NARROW_ROW_BYTES if direction is Direction.RESTORE else 0
-        narrowest = int(group.progressions["row_bytes"].min())
-        return int(runs["pages"].min()) * narrowest >= least
+        least = self._single_bytes[direction]
+        if group.narrowest >= least:
+            return True
+        return len(runs) > 0 and int(runs["pages"].min()) * group.narrowest >= least
 
     def pieces(self, group: Group, runs: Records, direction: Direction) -> Iterator[Batch]:
         """`batch`, cut so that each piece is a short time's work."""
@@ -235,20 +241,31 @@ class PoolPlan:
     def cut(self, group: Group, runs: Records, *, begins: bool = False) -> Iterator[Records]:
         """Slices of `runs`, dtype RUNS, each of which is to be one piece, in order. `begins`: a
         job does, so that the first ones are shorter."""
-        if not len(group.progressions):
+        if not group.rows:
             return iter(())
         if self.path is Path.ROWS:
             most_runs = max(1, PIECE_ROWS // group.rows)
         else:
             most_runs = max(1, PIECE_BOXES // len(group.progressions))
-        first = FIRST_PIECE_BYTES if begins else PIECE_BYTES
         return cut(
             runs,
+            np.cumsum(runs["pages"]) if self._merges else range(1, len(runs) + 1),
             group.page_bytes,
             most_runs=most_runs,
             most_bytes=PIECE_BYTES,
-            first_bytes=first,
+            first_bytes=FIRST_PIECE_BYTES if begins else PIECE_BYTES,
         )
+
+    def pages(self, ring: I64, firsts: I64) -> I64:
+        """The pages whose token slots begin at these positions of a ring, of a copy of the token
+        slots: what is checked must be what is used. Shape: (n,).
+
+        Raises: PlanError: first and last token slots that are not those of one page.
+        """
+        if self.pool.page_tokens == 1:
+            slots: I64 = ring[firsts % len(ring)]
+            return slots
+        return whole_pages(ring[(firsts[:, None] + self._ends) % len(ring)], self._ends)
 
     def _fold(self, chosen: Sequence[int]) -> Iterator[tuple[int, ...]]:
         host = self.host
@@ -258,7 +275,7 @@ class PoolPlan:
             device = self._addresses[buffer.allocation] + buffer.offset
             offset = host.block_slots * host.row_offsets[number]
             alike[buffer.allocation, buffer.row_bytes, buffer.page_stride].append((device, offset))
-        merged = min(host.block_slots, self.pool.num_pages) if self.packed else 1
+        merged = min(host.block_slots, self.pool.num_pages) if self._merges else 1
         for (_, row_bytes, page_stride), points in alike.items():
             for members in progressions(sorted(points), merged * row_bytes):
                 (device, offset), (beyond, further) = members[0], members[min(1, len(members) - 1)]
@@ -273,27 +290,53 @@ class PoolPlan:
                 )
 
 
-def check_range(what: str, values: npt.NDArray[Any], end: int) -> None:
+def _single_rows(folded: Records) -> Records | None:
+    """See `Group`."""
+    deep = folded["depth"] > 1
+    if (folded["device_stride"] == folded["host_stride"])[deep].any():
+        return None
+    single, step = one_by_one(folded)
+    single["device"] += step * single["device_stride"]
+    single["host_offset"] += step * single["host_stride"]
+    return single
+
+
+def check_range(what: str, values: I64 | U64, end: int) -> None:
     """Raises: PlanError: a value below 0, or not below `end`."""
-    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < end):
-        outside = values[(values < 0) | (values >= end)]
+    # As unsigned numbers, those below 0 are beyond every end.
+    if len(values) and int(values.view(np.uint64).max()) >= end:
+        outside = values[values.view(np.uint64) >= end]
         raise PlanError(f"{what} {int(outside[0])} is out of range; the end is {end}")
 
 
-def whole_pages(first: I64, last: I64, tokens: int) -> I64:
-    """The numbers of pages, of the first and the last token slot of each. Shape of all: (n,).
+def whole_pages(slots: I64, ends: I64) -> I64:
+    """The numbers of pages. Shape: (n,).
+
+    Args:
+        slots: The first and the last token slot of each. Shape: (n, 2).
+        ends: Those of page 0.
 
     Raises: PlanError: slots that no page begins or ends with.
     """
-    pages = first // tokens
-    astray = (first != pages * tokens) | (last - first != tokens - 1)
+    tokens = int(ends[1]) + 1
+    pages: I64 = slots[:, 0] // tokens
+    astray = slots != pages[:, None] * tokens + ends
     if astray.any():
-        n = int(astray.argmax())
-        raise PlanError(f"token slots {int(first[n])} to {int(last[n])} are no page of {tokens}")
+        first, last = slots[astray.any(axis=1).argmax()].tolist()
+        raise PlanError(f"token slots {first} to {last} are no page of {tokens}")
     return pages
 
 
-def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[tuple[int, int]]:
+def groupings(layers: int) -> Iterator[list[tuple[int, int]]]:
+    """The ways to cut a rank's layers into groups of one size, the most of them first; the last is
+    not to cut them. Each is (first, end) of its groups in order, which cover 0 to `layers`."""
+    for wanted in range(min(MOST_GROUPS, layers), 0, -1):
+        yield list(pairwise(layers * n // wanted for n in range(wanted + 1)))
+
+
+def layer_groups(
+    work: Sequence[tuple[PoolPlan, Records]], layers: int, nbytes: int
+) -> list[tuple[int, int]]:
     """Cut a restore's layers into groups of one size: as many as its geometry allows.
 
     An engine that computes as fast as the link carries is done one group after the last byte, so
@@ -303,26 +346,25 @@ def layer_groups(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> list[
     Args:
         work: Each pool of the restore with its runs.
         layers: Layers of the rank; a group may have layers without bytes.
+        nbytes: What they move together.
 
     Returns: (first, end) of each group, in order, covering 0 to `layers`.
     """
-    total = sum(int(runs["pages"].sum()) * plan.group(0, layers).page_bytes for plan, runs in work)
-
-    lengths = [np.sort(runs["pages"]) for _, runs in work]
+    boxed = [(plan, np.sort(runs["pages"])) for plan, runs in work if not plan.wide]
 
     def boxes(groups: list[tuple[int, int]]) -> int:
         return sum(
             plan.group(first, end).narrow_boxes(pages)
-            for (plan, _), pages in zip(work, lengths, strict=True)
+            for plan, pages in boxed
             for first, end in groups
         )
 
-    whole = [(0, layers)]
-    uncut = boxes(whole)
-    for wanted in range(min(MOST_GROUPS, layers, total // GROUP_BYTES), 1, -1):
-        edges = [layers * n // wanted for n in range(wanted + 1)]
-        groups = list(pairwise(edges))
+    uncut = boxes([(0, layers)])
+
+    def may_be(groups: list[tuple[int, int]]) -> bool:
+        if len(groups) > 1 and len(groups) * GROUP_BYTES > nbytes:
+            return False
         # Where the whole takes no box, all rows are wide, and so are those of any part.
-        if not uncut or (boxes(groups) - uncut) * BOX_BYTES <= total * GROUPING_SHARE:
-            return groups
-    return whole
+        return not uncut or (boxes(groups) - uncut) * BOX_BYTES <= nbytes * GROUPING_SHARE
+
+    return next(filter(may_be, groupings(layers)))

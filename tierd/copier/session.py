@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
-from tierd.copier.operations import I64, NO_OPS, U64, Records
-from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups, whole_pages
+from tierd.copier.operations import NO_OPS, U64, Records
+from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups
 from tierd.copier.verify import Bad, Places
 from tierd.wire import layout
 from tierd.wire.geometry import HostLayout, check_pools, placed_layout
@@ -96,31 +97,36 @@ class Job:
         """
         self.started_s = now_s
         session = self.session
-        parts: dict[int, list[tuple[I64, U64, U64]]] = {}
-        used: set[int] = set()
+        parts: dict[int, list[tuple[int, CopyPart]]] = {}
         for number, part in enumerate(self.message.parts):
             if part.pool >= len(session.plans):
                 raise PlanError(f"pool {part.pool} of a rank with {len(session.plans)} pools")
-            plan = session.plans[part.pool]
-            ids, addresses = _chunk_addresses(part, plan.host, chunks)
-            pages = session.ring_pages(self.direction, part)
-            slots = np.frombuffer(part.slots, "<u4").astype(np.uint64)
-            self.places.append(Places(number, plan.host, addresses, slots))
-            parts.setdefault(part.pool, []).append((pages, addresses, slots))
-            used |= ids
-            self.pages += len(pages)
-            self.nbytes += len(pages) * plan.host.slot_bytes
+            parts.setdefault(part.pool, []).append((number, part))
+        segment = session.segment
+        ring = segment.restore_ring if self.direction else segment.backup_ring
+        used: set[int] = set()
         # The parts of one pool together: a step's many requests are few and large pieces.
         work: list[tuple[PoolPlan, Records]] = []
-        for pool, columns in parts.items():
-            pages, addresses, slots = map(np.concatenate, zip(*columns, strict=True))
+        for pool, mine in parts.items():
             plan = session.plans[pool]
-            work.append((plan, plan.runs(pages, addresses, slots)))
+            firsts = np.frombuffer(b"".join([part.ring for _, part in mine]), "<i8")
+            numbers = np.frombuffer(b"".join([part.chunks for _, part in mine]), "<u8")
+            slots = np.frombuffer(b"".join([part.slots for _, part in mine]), "<u4")
+            slots = slots.astype(np.uint64)
+            ids, addresses = _chunk_addresses(numbers, plan.host, chunks)
+            work.append((plan, plan.runs(plan.pages(ring, firsts), addresses, slots)))
+            at = 0
+            for number, part in mine:
+                here = slice(at, at := at + len(part.slots) // 4)
+                self.places.append(Places(number, plan.host, addresses[here], slots[here]))
+            used |= ids
+            self.pages += len(slots)
+            self.nbytes += len(slots) * plan.host.slot_bytes
         self.chunks = frozenset(used)
         if self.direction is Direction.BACKUP:
             self._pieces = _backup_pieces(work)
         else:
-            self._pieces = _restore_pieces(work, session.layers)
+            self._pieces = _restore_pieces(work, session.layers, self.nbytes)
         self.started = True
         self.proceed()
 
@@ -141,20 +147,6 @@ class Session:
     unfinished: int = 0
     """Jobs that control has not been told the end of."""
     detaching: bool = False
-
-    def ring_pages(self, direction: Direction, part: CopyPart) -> I64:
-        """A part's page numbers, of a copy of the token slots: what is checked must be what is
-        used. Shape: (pages,).
-
-        Raises: PlanError: first and last token slots that are not those of one page.
-        """
-        ring = self.segment.restore_ring if direction else self.segment.backup_ring
-        size, first = np.uint64(len(ring)), np.frombuffer(part.ring, "<u8")
-        tokens = self.plans[part.pool].pool.page_tokens
-        slots: I64 = ring[first % size]
-        if tokens == 1:
-            return slots
-        return whole_pages(slots, ring[(first + np.uint64(tokens - 1)) % size], tokens)
 
     def consume(self, job: Job) -> None:
         """Give the rank its ring back up to where the job's token slots end."""
@@ -199,6 +191,8 @@ def open_session(message: Attach, fds: list[int], backend: Backend) -> Session:
         PoolPlan(pool, attachment.addresses, host)
         for pool, host in zip(message.pools, hosts, strict=True)
     ]
+    for plan in plans:
+        plan.prepare(layers)
     return Session(message.session, memory, segment, attachment, plans, layers)
 
 
@@ -213,16 +207,14 @@ def _host(pool: PoolSpec, placed: HostPool) -> HostLayout:
 
 
 def _chunk_addresses(
-    part: CopyPart, host: HostLayout, chunks: Mapping[int, Chunk]
+    numbers: U64, host: HostLayout, chunks: Mapping[int, Chunk]
 ) -> tuple[set[int], U64]:
-    """The chunks that a part names, and the address of each page's."""
-    numbers = np.frombuffer(part.chunks, "<u8")
+    """The chunks that a job names for its pages, and the address of each page's."""
     if not len(numbers):
-        return set(), np.zeros(0, np.uint64)
+        return set(), numbers
     # Pages of a chain mostly lie in one chunk after the other.
-    firsts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-    edges = np.concatenate(([0], firsts, [len(numbers)]))
-    named = numbers[edges[:-1]].tolist()
+    lasts = (numbers[1:] != numbers[:-1]).nonzero()[0]
+    named = [*numbers[lasts].tolist(), int(numbers[-1])]
     needed = host.data_offset + host.chunk_slots * host.slot_bytes
     addresses: dict[int, int] = {}
     for number in set(named):
@@ -233,7 +225,8 @@ def _chunk_addresses(
             raise PlanError(f"chunk {number} has {chunk.size} bytes; its pool needs {needed}")
         addresses[number] = chunk.address
     each = np.array([addresses[number] for number in named], np.uint64)
-    return set(addresses), np.repeat(each, edges[1:] - edges[:-1])
+    edges = [-1, *lasts.tolist(), len(numbers) - 1]
+    return set(addresses), each.repeat([last - before for before, last in pairwise(edges)])
 
 
 def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
@@ -245,9 +238,11 @@ def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
         begins = False
 
 
-def _restore_pieces(work: Sequence[tuple[PoolPlan, Records]], layers: int) -> Iterator[Piece]:
+def _restore_pieces(
+    work: Sequence[tuple[PoolPlan, Records]], layers: int, nbytes: int
+) -> Iterator[Piece]:
     """Layer group by layer group; the last piece of a group completes its layers."""
-    for first, end in layer_groups(work, layers):
+    for first, end in layer_groups(work, layers, nbytes):
         parts = [
             (plan, group, some)
             for plan, runs in work
