@@ -93,7 +93,7 @@ def test_pins_that_follow_each_other_for_ever_keep_nobody_from_a_first_chunk(
     def load_all(step: int) -> None:
         for page in everywhere:
             want = [("no lease", [(pool, key(catalog, page))])]
-            leases.pin(step * 1000 + page, want, b"", {0}, deadline=0.0, tick=step)
+            leases.pin(step * 1000 + page, want, b"", {0}, deadline=0.0)
 
     new, _ = machine.pool()
     load_all(0)

@@ -52,9 +52,9 @@ def test_whoever_has_leased_a_page_may_load_it_and_nobody_else_finds_it() -> Non
     assert not pool.slots.is_vacant(0)
     assert (pool.pages, pool.held, len(pool.prefix(keys))) == (0, 0, 0)
     assert leases.lookup("s", keys, [pool], now=1.0) == []
-    assert leases.pin(1, [("s", [(pool, keys)])], b"s", {0}, deadline=9.0, tick=2).plan is None
+    assert leases.pin(1, [("s", [(pool, keys)])], b"s", {0}, deadline=9.0).plan is None
     assert (records.states[slots] == COMMITTED).all(), "they outlive the daemon, as before"
-    plan = leases.pin(2, [("r", [(pool, keys)])], b"r", {0}, deadline=9.0, tick=3).plan
+    plan = leases.pin(2, [("r", [(pool, keys)])], b"r", {0}, deadline=9.0).plan
     assert plan is not None
     assert plan[0][0][1].tolist() == slots.tolist()
     again = chain_of(pool, 1, 3)
@@ -76,7 +76,7 @@ def test_a_leased_window_may_be_loaded_though_its_pages_are_withdrawn() -> None:
     slots = swa.find_all(keys[3:5])
     for ordinal in (0, 1):
         swa.chunks.withdraw(ordinal)
-    pins = leases.pin(1, [("r", [(kv, keys), (swa, keys[3:5])])], b"", {0}, deadline=9.0, tick=2)
+    pins = leases.pin(1, [("r", [(kv, keys), (swa, keys[3:5])])], b"", {0}, deadline=9.0)
     assert pins.plan is not None
     assert pins.plan[0][1][1].tolist() == slots.tolist()
     leases.retire(1, 0)
@@ -94,7 +94,7 @@ def test_pages_of_a_window_that_no_lease_holds_are_not_loaded_with_it() -> None:
     assert lengths == [6, 7, 8, 9]
     swa.chunks.withdraw(0)
     want = [("r", [(kv, keys[:3]), (swa, keys[2:3])])]
-    assert leases.pin(1, want, b"", {0}, deadline=9.0, tick=2).plan is None
+    assert leases.pin(1, want, b"", {0}, deadline=9.0).plan is None
 
 
 def test_a_lease_on_withdrawn_pages_is_answered_as_before_and_lasts_no_longer() -> None:
@@ -127,7 +127,7 @@ def test_a_withdrawn_page_that_turns_out_corrupt_is_not_loaded_again() -> None:
     assert pool.spoil(slots[1:2]) == 1
     assert pool.spoil(slots[1:2]) == 0
     assert records.states[slots].tolist() == [COMMITTED, FREE, COMMITTED]
-    assert leases.pin(1, [("r", [(pool, keys)])], b"", {0}, deadline=9.0, tick=2).plan is None
+    assert leases.pin(1, [("r", [(pool, keys)])], b"", {0}, deadline=9.0).plan is None
     leases.cancel("s")
     assert pool.slots.is_vacant(0)
 
@@ -218,9 +218,8 @@ class Withdrawals(RuleBasedStateMachine):
         keys = self.keys(name, pages)
         lease = self.leases._leases.get(rid)
         granted = lease is not None and lease.keys == keys and lease.lengths[-1] == pages
-        pins = self.leases.pin(
-            number, [(rid, [(self.pool, keys)])], b"", {0}, deadline=9.0, tick=number
-        )
+        pins = self.leases.pin(number, [(rid, [(self.pool, keys)])], b"", {0}, deadline=9.0)
+        self.leases.note_load(number, number)
         assert pins.plan is not None or not granted, "what was granted can be loaded"
         if pins.plan is None:
             self.leases.retire(number, 0)

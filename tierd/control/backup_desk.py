@@ -346,8 +346,7 @@ class BackupDesk:
         """Is so much on its way to the copiers that more must wait?"""
         if group.backups is None:
             return False
-        slot_bytes = sum(b.row_bytes for pool in group.pools for b in pool.buffers)
-        return group.backups.pages_in_flight * slot_bytes > FLIGHT_BYTES
+        return group.backups.pages_in_flight * group.page_bytes > FLIGHT_BYTES
 
     def _send_backup(self, batch: Batch) -> None:
         session = batch.session

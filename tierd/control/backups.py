@@ -103,7 +103,7 @@ class Placement:
         if self._absent_at == pool.arrivals:
             return np.full(len(keys), MISSING)
         known = pool.find_all(keys)
-        self._absent_at = pool.arrivals if (known == MISSING).all() else -1
+        self._absent_at = pool.arrivals if known.max() == MISSING else -1
         return known
 
     def proceed(self) -> None:
@@ -203,7 +203,7 @@ class Backups:
         pool, every = placement.pools[number], offer.parts[number].keys
         keys = every[first : first + STEP_PAGES]
         known = placement.known(pool, keys)
-        fresh = np.flatnonzero(known == MISSING)
+        fresh = (known == MISSING).nonzero()[0]
         if len(fresh) > pool.free_slots:
             raise NoRoomError(pool, len(fresh) - pool.free_slots)
         if len(fresh) > 1 and keys.has_repeats():
@@ -216,7 +216,8 @@ class Backups:
         slots = pool.reserve(keys, parent, known, placement.tick, follow=follow)
         piece = None
         if len(fresh):
-            piece = Piece(self, number, pool, fresh + first, slots[fresh], self._ranks)
+            mine = slots if len(fresh) == len(keys) else slots[fresh]
+            piece = Piece(self, number, pool, fresh + first, mine, self._ranks)
             self._writers.add(piece)
             self._wait(backup, piece)
             self.pages_in_flight += len(fresh)

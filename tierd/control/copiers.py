@@ -226,6 +226,10 @@ class Copier:
         self.detail = detail
         self._failures = 0
 
+    def is_loading(self, session: int, step: int) -> bool:
+        """Has it been told of a session's restore, which is not over?"""
+        return any(job.session == session and job.restore == step for job in self.jobs.values())
+
     def retire(self, message: JobDone) -> Job | None:
         """A job's copies are off the wire. None: it was not known, or ended already."""
         job = self.jobs.pop(message.job, None)

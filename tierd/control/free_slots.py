@@ -10,6 +10,7 @@ from tierd.eviction.policy import Slots
 
 SPAN = 4096
 """Slots that are searched at a time for free ones."""
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class FreeSlots:
@@ -57,16 +58,16 @@ class FreeSlots:
             raise AssertionError(f"{count} slots wanted of {self._count}")
         self._count -= count
         taken: list[Slots] = []
-        for span in np.flatnonzero(self._in_span).tolist():
+        for span in self._in_span.nonzero()[0].tolist():
             if not count:
                 break
             first = span * SPAN
-            found = np.flatnonzero(self._free[first : first + SPAN])[:count] + first
+            found = self._free[first : first + SPAN].nonzero()[0][:count] + first
             self._free[found] = False
             self._in_span[span] -= len(found)
             count -= len(found)
             taken.append(found)
-        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+        return taken[0] if len(taken) == 1 else np.concatenate([_NO_SLOTS, *taken])
 
     def _count_range(self, first: int, end: int, sign: int) -> None:
         self._count += sign * (end - first)

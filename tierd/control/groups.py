@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -234,6 +235,11 @@ class Group:
     catalogs: dict[str, Catalog] = field(default_factory=dict)
     heals: dict[int, Heal] = field(default_factory=dict)
     """By sequence number, backups whose prefix the tier has lost."""
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """What a rank's page takes in all its pools."""
+        return sum(buffer.row_bytes for pool in self.pools for buffer in pool.buffers)
 
     @property
     def complete(self) -> bool:

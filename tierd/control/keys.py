@@ -82,8 +82,7 @@ class Keys(Sequence[bytes]):
 
     def has_repeats(self) -> bool:
         """Is a key there twice?"""
-        words = np.sort(self.rows[:, 0])
-        return bool((words[1:] == words[:-1]).any()) and len(set(self.split())) < len(self)
+        return len(set(self.split())) < len(self)
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Keys:
         """Those that a mask of shape (len(self),) names."""

@@ -48,14 +48,18 @@ class Lease:
 class Pins:
     """One step's loads. `ranks_left`: ranks whose copies have not retired.
 
+    `signature`: what must be equal on every rank.
     `plan`: per request its slots, or None if the step cannot be served as a whole.
+    `held`: those, and whatever else the leases of its requests have held.
     """
 
-    signature: bytes
+    signature: object
     plan: list[Held] | None
     ranks_left: set[int]
     deadline: float
     held: Held = field(default_factory=list)
+    noted: bool = False
+    """As of `Lease`."""
 
 
 class Leases:
@@ -182,11 +186,10 @@ class Leases:
         self,
         number: int,
         wants: Sequence[tuple[str, Want]],
-        signature: bytes,
+        signature: object,
         ranks: set[int],
         *,
         deadline: float,
-        tick: int,
     ) -> Pins:
         """Turn the leases of a step's loads into pins; decided once, whichever rank asks first.
 
@@ -196,26 +199,28 @@ class Leases:
         pins = self._pins.get(number)
         if pins is not None:
             return pins
-        plan: list[Held] | None = []
-        for rid, want in wants:
-            lease = self._leases.get(rid)
-            runs = [(pool, _leased(lease, pool, keys)) for pool, keys in want]
-            if any((slots < 0).any() for _, slots in runs):
-                plan = None
-                break
-            assert plan is not None
-            plan.append(runs)
-        pins = Pins(signature, plan, set(ranks), deadline)
-        for held in plan or ():
-            for pool, slots in held:
-                if pool.slots.are_committed(slots).all():
-                    pool.touch(slots, tick)
-                pool.hold(slots)
-                pins.held.append((pool, slots))
-        for rid, _ in wants:
-            self._end(rid)
+        held: Held = []
+        loads = [self._load(rid, want, held) for rid, want in wants]
+        plan = [load for load in loads if load is not None]
+        if len(plan) == len(loads):
+            pins = Pins(signature, plan, set(ranks), deadline, held)
+        else:
+            _release(held)
+            pins = Pins(signature, None, set(ranks), deadline)
         self._pins[number] = pins
         return pins
+
+    def note_load(self, number: int, tick: int) -> None:
+        """Tell the eviction what a step loads, once. Apart from `pin`, because nobody has to wait
+        for it."""
+        pins = self._pins.get(number)
+        if pins is None or pins.noted:
+            return
+        pins.noted = True
+        for load in pins.plan or ():
+            for pool, slots in load:
+                if not pool.slots.is_any_withdrawn(slots):
+                    pool.touch(slots, tick)
 
     def retire(self, number: int, rank: int) -> None:
         """A rank's copies of a step are off the wire, or were never on it."""
@@ -253,10 +258,37 @@ class Leases:
         for rid in list(self._leases):
             self._end(rid)
 
-    def _end(self, rid: str) -> None:
+    def _load(self, rid: str, want: Want, held: Held) -> Held | None:
+        """End a request's lease, and hold what it loads. None: not all of it is here.
+
+        Args: `held`: gets all that is held for it from now on. What the lease has held is handed
+            over, not held anew.
+        """
+        lease = self._forget(rid)
+        if lease is not None:
+            held += lease.held
+        load: Held = []
+        for pool, keys in want:
+            slots = _leased(lease, pool, keys) if lease is not None else None
+            if slots is None:
+                slots = pool.present(keys)
+                if (slots < 0).any():
+                    return None
+                pool.hold(slots)
+                held.append((pool, slots))
+            load.append((pool, slots))
+        return load
+
+    def _forget(self, rid: str) -> Lease | None:
+        """A lease that is over; what it holds is the caller's."""
         lease = self._leases.pop(rid, None)
         if lease is not None:
             self._keys -= len(lease.keys)
+        return lease
+
+    def _end(self, rid: str) -> None:
+        lease = self._forget(rid)
+        if lease is not None:
             _release(lease.held)
 
 
@@ -291,37 +323,24 @@ def few(counts: Sequence[int] | Slots, *, spread: bool) -> list[int]:
     return sorted({int(counts[last * part // FEW]) for part in range(1, FEW + 1)})
 
 
-def _leased(lease: Lease | None, pool: PagePool, keys: Keys) -> Slots:
-    """The slot of each page, MISSING for those that are not here. Those that a lease holds of its
-    chain are still theirs, also if nobody else can find them any more."""
-    if lease is None:
-        return pool.present(keys)
-    if pool.window:  # they stand anywhere in the chain, and are seldom withdrawn
-        slots = pool.present(keys)
-        return slots if (slots >= 0).all() else _windowed(lease, pool, keys, slots)
-    if lease.keys.blob.startswith(keys.blob):  # they need not be looked up again
-        for leased, slots in lease.held:
-            mine = slots[: len(keys)]
-            if leased is pool and len(mine) == len(keys) and pool.slots.are_intact(mine).all():
-                return mine
-    return pool.present(keys)
-
-
-def _windowed(lease: Lease, pool: PagePool, keys: Keys, found: Slots) -> Slots:
-    """Those of a windowed pool that a lease holds, if it holds all of them; else what was found."""
-    at, odd = divmod(lease.keys.blob.find(keys.blob), KEY_BYTES)
-    for leased, slots in lease.held:
-        if leased is pool and at >= 0 and not odd:
-            positions = lease.positions[id(pool)]
-            first = int(positions.searchsorted(at))
-            mine = slots[first : first + len(keys)]
-            stand = positions[first : first + len(keys)]
-            if (
-                np.array_equal(stand, np.arange(at, at + len(keys)))
-                and pool.slots.are_intact(mine).all()
-            ):
-                return mine
-    return found
+def _leased(lease: Lease, pool: PagePool, keys: Keys) -> Slots | None:
+    """The slots of some pages in a row, as a lease holds them: still theirs, also if nobody else
+    can find them any more. None: it does not hold all of them, or their bytes are not right."""
+    slots = next((slots for leased, slots in lease.held if leased is pool), None)
+    if slots is None:
+        return None
+    if pool.window:
+        # They stand anywhere in the chain, most likely at its end.
+        at, odd = divmod(lease.keys.blob.rfind(keys.blob), KEY_BYTES)
+        positions = lease.positions[id(pool)]
+        first = int(positions.searchsorted(at))
+        stand = positions[first : first + len(keys)]
+        mine = slots[first : first + len(keys)]
+        there = at >= 0 and not odd and np.array_equal(stand, np.arange(at, at + len(keys)))
+    else:
+        mine = slots[: len(keys)]
+        there = len(mine) == len(keys) and lease.keys.blob.startswith(keys.blob)
+    return mine if there and not pool.slots.is_any_spoiled(mine) else None
 
 
 def _release(held: Held) -> None:

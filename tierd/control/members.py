@@ -280,9 +280,8 @@ class Members:
         if copier.state is CopierState.READY:
             self._detaching[session.number] = (copier, now + self._state.deadlines.detach_s)
             copier.send(messages.Detach(session=session.number))
-        loading = self._state.loading()
         for number in group.leases.unfinished(info.rank):
-            if (session.number, number) not in loading:
+            if not copier.is_loading(session.number, number):
                 group.leases.retire(number, info.rank)
         session.close()
         if not group.sessions and self._state.groups.get(group.instance) is group:

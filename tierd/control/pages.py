@@ -193,8 +193,12 @@ class PagePool:
         Returns: Slots of all keys, shape (len(keys),).
         """
         fresh = known == MISSING
-        slots: Slots = known.copy()
-        slots[fresh] = self.slots.take(int(np.count_nonzero(fresh)))
+        all_fresh = bool(fresh.all())
+        slots = self.slots.take(len(keys) if all_fresh else int(np.count_nonzero(fresh)))
+        if not all_fresh:
+            known = known.copy()
+            known[fresh] = slots
+            slots = known
         if self.window:
             self._place(slots[fresh], keys.where(fresh), None, None, now)
             self.policy.touch(slots, now)
@@ -204,12 +208,13 @@ class PagePool:
         previous = self._index.get(parent) if parent else None
         if parent and previous is None:
             now = 0  # nothing can use this chain until its beginning is here
+        if all_fresh:
+            self._place(slots, keys, parent, previous, now)
+            return slots
         for first, end in _stretches(fresh):
             before = keys[first - 1] if first else parent
             above = int(slots[first - 1]) if first else previous
             self._place(slots[first:end], keys[first:end], before, above, now)
-        if fresh.all():
-            return slots
         for i in np.flatnonzero(~fresh & (self.policy.parent[slots] == NO_PARENT)).tolist():
             above = int(slots[i - 1]) if i else previous
             if above is not None:
@@ -409,9 +414,5 @@ class PagePool:
 
 def _stretches(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """(first, end) of each stretch of true elements."""
-    if mask.all():
-        if len(mask):
-            yield 0, len(mask)
-        return
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     yield from zip(edges[::2], edges[1::2], strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tierd.control.copiers import Job
@@ -55,18 +57,6 @@ class RestoreDesk:
         if lengths:
             group.leases.note_use(message.rid, self._state.next_tick())
 
-    def _want(self, session: Session, epoch: str, parts: list[messages.Part], blob: bytes) -> Want:
-        names = [session.pool_name(part.pool) for part in parts]
-        if len(set(names)) != len(names):
-            raise ProtocolError(f"`parts` names a pool twice: {names}")
-        catalog = self._state.catalog(session.group, epoch)
-        keys = Keys(blob)
-        want, at = [], 0
-        for name, part in zip(names, parts, strict=True):
-            want.append((catalog.pools[name], keys[at : at + part.pages]))
-            at += part.pages
-        return want
-
     def restore(self, session: Session, message: messages.Restore, now: float) -> None:
         """Start a step's loads on one rank, or fail them.
 
@@ -75,7 +65,7 @@ class RestoreDesk:
         if message.entry >= RESTORE_ENTRIES:
             raise ProtocolError(f"`entry` {message.entry}; there are {RESTORE_ENTRIES}")
         rank, leases = session.info.rank, session.group.leases
-        if (session.number, message.number) in self._state.loading():
+        if session.copier.is_loading(session.number, message.number):
             raise ProtocolError(f"`number` {message.number}: this restore is under way already")
         plan: list[Held] | None = None
         try:
@@ -83,6 +73,7 @@ class RestoreDesk:
                 plan = self._pin(session, message, now)
             if plan is not None:
                 self._send_restore(session, message, plan)
+                leases.note_load(message.number, self._state.next_tick())
         finally:
             # Also when the message makes no sense: whoever waits for a verdict gets one.
             if plan is None:
@@ -92,27 +83,41 @@ class RestoreDesk:
 
     def _pin(self, session: Session, message: messages.Restore, now: float) -> list[Held] | None:
         """The slots of a step's loads, decided once for the group; None: it cannot be served."""
-        wants, at = [], 0
-        for item in message.items:
-            size = sum(part.pages for part in item.parts) * limits.KEY_BYTES
-            blob = message.keys[at : at + size]
-            at += size
-            wants.append((item.rid, self._want(session, message.epoch, item.parts, blob)))
-            for part in item.parts:
-                tokens = session.info.pools[part.pool].page_tokens
-                check_ring(part, tokens, session.segment.spec.restore_ring)
-        signature = _signature(message)
+        # All that must be the same on every rank, because one plan serves them all: which pages,
+        # and how they are divided into requests and pools.
+        shape = [[(part.pool, part.pages) for part in item.parts] for item in message.items]
+        signature = shape, message.keys
         pins = session.group.leases.pin(
             message.number,
-            wants,
+            self._wants(session, message),
             signature,
             set(session.group.sessions),
             deadline=now + self._state.deadlines.restore_s,
-            tick=self._state.next_tick(),
         )
         if pins.signature != signature or session.info.rank not in pins.ranks_left:
             return None
         return pins.plan
+
+    def _wants(self, session: Session, message: messages.Restore) -> Sequence[tuple[str, Want]]:
+        """Per request, what it loads.
+
+        Raises: ProtocolError: naming the field.
+        """
+        pools = self._state.catalog(session.group, message.epoch).pools
+        wants, at = [], 0
+        for item in message.items:
+            names = [session.pool_name(part.pool) for part in item.parts]
+            if len(set(names)) != len(names):
+                raise ProtocolError(f"`parts` names a pool twice: {names}")
+            want = []
+            for name, part in zip(names, item.parts, strict=True):
+                tokens = session.info.pools[part.pool].page_tokens
+                check_ring(part, tokens, session.segment.spec.restore_ring)
+                end = at + part.pages * limits.KEY_BYTES
+                want.append((pools[name], Keys(message.keys[at:end])))
+                at = end
+            wants.append((item.rid, want))
+        return wants
 
     def _send_restore(self, session: Session, message: messages.Restore, plan: list[Held]) -> None:
         rank, group = session.info.rank, session.group
@@ -163,15 +168,7 @@ class RestoreDesk:
         for group in self._state.groups.values():
             group.leases.expire(now)
             for number, ranks in group.leases.overdue(now):
-                loading = self._state.loading()
                 for rank in ranks:
                     late = group.sessions.get(rank)
-                    if late is None or (late.number, number) not in loading:
+                    if late is None or not late.copier.is_loading(late.number, number):
                         group.leases.retire(number, rank)
-
-
-def _signature(message: messages.Restore) -> bytes:
-    """All that must be the same on every rank, because one plan serves them all: which pages, and
-    how they are divided into requests and pools."""
-    shape = [[(part.pool, part.pages) for part in item.parts] for item in message.items]
-    return repr(shape).encode() + message.keys

@@ -198,6 +198,10 @@ class SlotTable:
         """Is one of these held, though nobody else can find it any more?"""
         return self.withdrawn > 0 and bool((self._state[slots] >= _SPOILED).any())
 
+    def is_any_spoiled(self, slots: Slots) -> bool:
+        """Are the bytes of one of these, all of which are held, not right any more?"""
+        return self.withdrawn > 0 and bool((self._state[slots] == _SPOILED).any())
+
     def being_written(self, slots: Slots) -> Slots:
         """Those of these slots that are WRITING, in their order; MISSING is none of them."""
         here = slots[slots != MISSING]

@@ -146,14 +146,6 @@ class State:
         session.copier.jobs[job.number] = job
         return job
 
-    def loading(self) -> set[tuple[int, int | None]]:
-        """(session, step) of every restore that a copier has been told of."""
-        return {
-            (job.session, job.restore)
-            for copier in self.copiers.values()
-            for job in copier.jobs.values()
-        }
-
     def catalog(self, group: Group, epoch: str) -> Catalog:
         """The pages of one epoch of an engine; made when it is entered.
 

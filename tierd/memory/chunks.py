@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tierd.eviction.columns import column, grown
 from tierd.eviction.policy import Slots
 from tierd.memory.source import ChunkFile, ChunkSource
 from tierd.wire import layout
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout
+
+_RAW = np.dtype((np.void, layout.SLOT_HEADER.itemsize))
+_NONE = 2**64 - 1
+"""The number of no chunk: who asks a copier for it is told that it is not there."""
 
 
 @dataclass(eq=False)
@@ -102,6 +107,8 @@ class ChunkRows:
     def __init__(self, host: HostLayout) -> None:
         self._host = host
         self.rows: dict[int, list[Chunk]] = {}
+        # The number of each row's chunk, by shard: shape (rows,) each. What is not there has none.
+        self._numbers: list[npt.NDArray[np.uint64]] = []
         # Rows below the highest that are not taken, a heap.
         self._gaps: list[int] = []
 
@@ -116,39 +123,41 @@ class ChunkRows:
         if self._gaps:
             heapq.heappop(self._gaps)
         self.rows[ordinal] = chunks
+        self._numbers = self._numbers or [column(np.uint64) for _ in chunks]
+        for shard, chunk in enumerate(chunks):
+            numbers = grown(self._numbers[shard], ordinal + 1, _NONE)
+            numbers[ordinal] = chunk.number
+            self._numbers[shard] = numbers
         return ordinal
 
     def remove(self, ordinal: int) -> list[Chunk]:
         """Take a row out; its slots may not be used any more."""
         heapq.heappush(self._gaps, ordinal)
+        for numbers in self._numbers:
+            numbers[ordinal] = _NONE
         return self.rows.pop(ordinal)
 
     def locate(
         self, slots: Slots, shard: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
         """Where slots lie: chunk numbers, and slots within those chunks. Shapes: (len(slots),)."""
-        ordinals = slots // self._host.chunk_slots
-        within = slots - ordinals * self._host.chunk_slots
-        # Pages of a chain mostly lie in one chunk after the other.
-        edges = np.flatnonzero(np.diff(ordinals, prepend=-1, append=-1))
-        stretches = ordinals[edges[:-1]].tolist()
-        number = {ordinal: self.rows[ordinal][shard].number for ordinal in set(stretches)}
-        numbers = np.array([number[ordinal] for ordinal in stretches], np.uint64)
-        return np.repeat(numbers, np.diff(edges)), within.astype(np.uint32)
+        ordinals, within = np.divmod(slots, self._host.chunk_slots)
+        return self._numbers[shard][ordinals], within.astype(np.uint32)
 
     def writing(
         self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
     ) -> None:
-        names, before = np.frombuffer(keys, "V32"), np.frombuffer(parents, "V32")
+        records = np.zeros(len(slots), layout.SLOT_HEADER)
+        records["state"] = layout.WRITING
+        records["key"] = np.frombuffer(keys, "V32")
+        records["parent"] = np.frombuffer(parents, "V32")
+        records["flags"] = flags
+        # As plain bytes: field by field, a copy costs several times as much.
+        raw, generations = records.view(_RAW), records["generation"]
         for ordinal, here, where in self._by_chunk(slots):
             for chunk in self.rows[ordinal]:
-                headers = chunk.headers
-                headers["state"][where] = layout.WRITING
-                headers["generation"][where] += np.uint32(1)
-                headers["key"][where] = names[here]
-                headers["parent"][where] = before[here]
-                headers["flags"][where] = flags[here]
-                headers["checksum"][where] = 0
+                generations[here] = chunk.headers["generation"][where] + np.uint32(1)
+                chunk.headers.view(_RAW)[where] = raw[here]
 
     def committed(self, slots: Slots) -> None:
         self._set_state(slots, layout.COMMITTED)
