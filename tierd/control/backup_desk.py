@@ -32,7 +32,7 @@ SLICE_STEPS = 8
 What clients ask is looked for after every step."""
 RETIRED_PAGES = 256
 """Pages that become visible at a time, roughly."""
-NOTE_ITEMS = 64
+NOTE_ITEMS = 16
 """Backups of a message that are noted at a time."""
 
 
@@ -98,12 +98,13 @@ class BackupDesk:
         self, session: Session, reports: list[tuple[int, Offer | None]], now: float
     ) -> None:
         sequencer, late = session.group.sequencer, []
+        rank, ring = session.info.rank, session.ring
         for seq, offer in reports:
             if offer is not None:
-                session.ring.note(seq, offer.ring_end)
-            if sequencer is None or not sequencer.report(session.info.rank, seq, offer, now):
+                ring.note(seq, offer.ring_end)
+            if sequencer is None or not sequencer.report(rank, seq, offer, now):
                 late.append((seq, False))
-                session.ring.settle(seq)
+                ring.settle(seq)
         if late:
             self._state.sheds.note(Shed.RANKS, session.group.instance, len(late))
         for first, results in runs(late):

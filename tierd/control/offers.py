@@ -12,7 +12,7 @@ from tierd.control.ring import check_ring
 from tierd.control.sequencer import Offer, OfferPart
 from tierd.wire.errors import ProtocolError
 from tierd.wire.limits import KEY_BYTES
-from tierd.wire.messages import Flush, Part, Supply
+from tierd.wire.messages import Flush, Supply
 
 
 def flushed(
@@ -22,10 +22,14 @@ def flushed(
 
     Raises: ProtocolError: naming the field.
     """
-    named = map(Part, message.pools[parts], message.pages[parts], message.ring[parts])
-    keys = message.digits or message.keys
-    first = message.first[parts]
-    return _offer(session, message, keys, seq, zip(named, first, strict=True), parent)
+    named = zip(
+        message.pools[parts],
+        message.pages[parts],
+        message.ring[parts],
+        message.first[parts],
+        strict=True,
+    )
+    return _offer(session, message, message.digits or message.keys, seq, named, parent)
 
 
 def supplied(session: Session, message: Supply) -> Offer:
@@ -33,8 +37,8 @@ def supplied(session: Session, message: Supply) -> Offer:
 
     Raises: ProtocolError: naming the field.
     """
-    *first, _ = accumulate((part.pages for part in message.parts), initial=0)
-    parts = zip(message.parts, first, strict=True)
+    first = accumulate((part.pages for part in message.parts), initial=0)
+    parts = ((part.pool, part.pages, part.ring, next(first)) for part in message.parts)
     return _offer(session, message, message.keys, message.seq, parts, b"")
 
 
@@ -43,20 +47,21 @@ def _offer(
     message: Flush | Supply,
     keys: bytes | str,
     seq: int,
-    parts: Iterable[tuple[Part, int]],
+    parts: Iterable[tuple[int, int, int, int]],
     parent: bytes | None,
 ) -> Offer:
-    """Args: `parts`: each with the number of its first key in the message."""
-    offered = []
-    for part, first in parts:
-        name = session.pool_name(part.pool)
-        page_tokens = session.info.pools[part.pool].page_tokens
-        check_ring(part, page_tokens, session.segment.spec.backup_ring)
-        own = _some(keys, first, first + part.pages)
-        offered.append(OfferPart(name, own, part.ring, page_tokens))
-    names = [part.pool for part in offered]
-    if len(set(names)) != len(names):
-        raise ProtocolError(f"seq {seq} names a pool twice: {names}")
+    """Args: `parts`: of each the pool, its pages, where its token slots begin in the ring, and the
+    number of its first key in the message."""
+    offered, size = [], session.segment.spec.backup_ring
+    for pool, pages, ring, first in parts:
+        name = session.pool_name(pool)
+        page_tokens = session.info.pools[pool].page_tokens
+        check_ring(pages, ring, page_tokens, size)
+        offered.append(OfferPart(name, _some(keys, first, first + pages), ring, page_tokens))
+    if len(offered) > 1:
+        names = [part.pool for part in offered]
+        if len(set(names)) != len(names):
+            raise ProtocolError(f"seq {seq} names a pool twice: {names}")
     return Offer(message.epoch, tuple(offered), message.ticket, message.fence, parent)
 
 

@@ -112,7 +112,7 @@ class RestoreDesk:
             want = []
             for name, part in zip(names, item.parts, strict=True):
                 tokens = session.info.pools[part.pool].page_tokens
-                check_ring(part, tokens, session.segment.spec.restore_ring)
+                check_ring(part.pages, part.ring, tokens, session.segment.spec.restore_ring)
                 end = at + part.pages * limits.KEY_BYTES
                 want.append((pools[name], Keys(message.keys[at:end])))
                 at = end

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 from tierd.wire.errors import ProtocolError
 from tierd.wire.limits import MAX_BYTES
-from tierd.wire.messages import Part
 
 
-def check_ring(part: Part, page_tokens: int, size: int) -> None:
-    """Raises: ProtocolError: token slots that a ring of `size` elements cannot hold, or at
-    positions that no rank comes to in its life."""
-    if part.pages * page_tokens > size:
+def check_ring(pages: int, ring: int, page_tokens: int, size: int) -> None:
+    """Raises: ProtocolError: token slots of so many pages, from position `ring` on, that a ring of
+    `size` elements cannot hold, or at positions that no rank comes to in its life."""
+    if pages * page_tokens > size:
         raise ProtocolError(
-            f"`pages` {part.pages} of {page_tokens} token slots each: more than the ring of {size} "
-            "holds"
+            f"`pages` {pages} of {page_tokens} token slots each: more than the ring of {size} holds"
         )
-    if part.ring > MAX_BYTES:
-        raise ProtocolError(f"`ring` {part.ring} is over the limit of {MAX_BYTES}")
+    if ring > MAX_BYTES:
+        raise ProtocolError(f"`ring` {ring} is over the limit of {MAX_BYTES}")
 
 
 @dataclass

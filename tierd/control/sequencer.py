@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierd.control.keys import Keys
 
@@ -13,8 +13,7 @@ MAX_WAITING_NUMBERS = 1 << 20
 """Backups that wait for a decision, at most: a broken client must not take memory without end."""
 
 
-@dataclass(frozen=True)
-class OfferPart:
+class OfferPart(NamedTuple):
     """The pages of one pool in a rank's report: their keys, and where their token slots begin in
     its ring. `page_tokens`: how many each page has there."""
 
@@ -29,8 +28,7 @@ class OfferPart:
         return self.ring + len(self.keys) * self.page_tokens
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What one rank reports of one backup. `parent`: None if it cannot tell."""
 
     epoch: str
@@ -62,10 +60,9 @@ class Offer:
         )
 
 
-@dataclass
-class _Reported:
+class _Reported(NamedTuple):
     first: float
-    offers: dict[int, Offer | None] = field(default_factory=dict)
+    offers: dict[int, Offer | None]
 
 
 class Sequencer:
@@ -109,19 +106,21 @@ class Sequencer:
         """A rank reports a number; None: it had to shed it. False: decided already, too late."""
         if seq < self._next:
             return False
-        if seq not in self._reported:
+        reported = self._reported.get(seq)
+        if reported is None:
             if len(self._reported) >= self._max_numbers:
                 return False
-            self._reported[seq] = _Reported(now)
+            reported = self._reported[seq] = _Reported(now, {})
             heapq.heappush(self._order, seq)
-        offers = self._reported[seq].offers
+        offers = reported.offers
         if rank in offers:
             return True
         if offer is not None:
-            if self._pages[rank] + offer.pages > self._max_pages:
+            waiting = self._pages[rank] + offer.pages
+            if waiting > self._max_pages:
                 offer = None
             else:
-                self._pages[rank] += offer.pages
+                self._pages[rank] = waiting
         offers[rank] = offer
         return True
 
