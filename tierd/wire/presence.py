@@ -19,7 +19,7 @@ from tierd.wire.limits import KEY_BYTES
 MAGIC = 0x6C62745F64726574
 WIDTH = 8
 """Fingerprints of a bucket. The ninth word counts those that found no place in it."""
-FEW = 8
+FEW = 16
 """Keys that are quicker done one by one."""
 _WORDS = WIDTH + 1
 _HEARTBEAT, _SUPERSEDED = 2, 3
@@ -148,8 +148,7 @@ class PresenceTable:
         """`_exchange` in many buckets."""
         theirs = self._table.take(buckets, axis=0)[:, :WIDTH] == old[:, None]
         found, where = theirs.any(axis=1), theirs.argmax(axis=1)
-        ordered = np.sort(buckets)
-        if found.all() and not (ordered[1:] == ordered[:-1]).any():
+        if found.all() and len(set(buckets.tolist())) == len(buckets):
             self._table[buckets, where] = new
             return
         # What has been seen of a bucket holds for the first one in it; the others are done one
