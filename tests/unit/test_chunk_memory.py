@@ -8,11 +8,13 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tierd.control.keys import MISSING
 from tierd.copier.backend import map_chunk_file
 from tierd.memory import placement
-from tierd.memory.chunks import ChunkStore
+from tierd.memory.chunks import ChunkRows, ChunkStore
 from tierd.memory.hugepages import (
     GIB_1,
     MIB_2,
@@ -271,3 +273,28 @@ def test_what_lies_in_huge_pages_is_as_the_kernel_counts_it(wanted: bool) -> Non
         return placement.joined_bytes(address, size) == smaps_kib(begin, "AnonHugePages") << 10
 
     assert any(agreed() for _ in range(5))
+
+
+def test_a_slot_lies_in_the_chunk_of_its_row_or_in_none() -> None:
+    host = host_layout([1 << 20] * 8)
+    store = ChunkStore(6 * CHUNK_BYTES, AnonymousMemory())
+    rows, numbers = ChunkRows(host), {}
+    for _ in range(3):
+        row = [chunk for _ in range(2) if (chunk := store.create(CHUNK_BYTES, "host:0"))]
+        numbers[rows.add(row)] = [chunk.number for chunk in row]
+    size = host.chunk_slots
+    slots = np.array([2 * size, 0, size - 1, size + 3])
+    for shard in range(2):
+        chunks, within = rows.locate(slots, shard)
+        assert chunks.tolist() == [numbers[row][shard] for row in (2, 0, 0, 1)]
+        assert within.tolist() == [0, 0, size - 1, 3]
+
+    gone = rows.remove(1)
+    there = {chunk.number for row in rows.rows.values() for chunk in row}
+    chunks, _ = rows.locate(np.array([MISSING, size, 2 * size - 1]), 0)
+    assert not there & set(chunks.tolist()), "what is not there is in nobody's chunk"
+    assert rows.add(gone) == 1
+    assert rows.locate(np.array([size]), 1)[0].tolist() == [gone[1].number]
+    for row in rows.rows.values():
+        for chunk in row:
+            store.discard(chunk)

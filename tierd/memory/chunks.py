@@ -21,7 +21,6 @@ from tierd.memory.source import ChunkFile, ChunkSource
 from tierd.wire import layout
 from tierd.wire.geometry import CHUNK_BYTES, HostLayout
 
-_RAW = np.dtype((np.void, layout.SLOT_HEADER.itemsize))
 _NONE = 2**64 - 1
 """The number of no chunk: who asks a copier for it is told that it is not there."""
 
@@ -107,7 +106,8 @@ class ChunkRows:
     def __init__(self, host: HostLayout) -> None:
         self._host = host
         self.rows: dict[int, list[Chunk]] = {}
-        # The number of each row's chunk, by shard: shape (rows,) each. What is not there has none.
+        # The number of each row's chunk, by shard. Shape of each: (rows + 1,). The last is none: a
+        # slot that is not there (-1) gets it.
         self._numbers: list[npt.NDArray[np.uint64]] = []
         # Rows below the highest that are not taken, a heap.
         self._gaps: list[int] = []
@@ -125,7 +125,7 @@ class ChunkRows:
         self.rows[ordinal] = chunks
         self._numbers = self._numbers or [column(np.uint64) for _ in chunks]
         for shard, chunk in enumerate(chunks):
-            numbers = grown(self._numbers[shard], ordinal + 1, _NONE)
+            numbers = grown(self._numbers[shard], ordinal + 2, _NONE)
             numbers[ordinal] = chunk.number
             self._numbers[shard] = numbers
         return ordinal
@@ -147,17 +147,16 @@ class ChunkRows:
     def writing(
         self, slots: Slots, keys: bytes, parents: bytes, flags: npt.NDArray[np.uint32]
     ) -> None:
-        records = np.zeros(len(slots), layout.SLOT_HEADER)
-        records["state"] = layout.WRITING
-        records["key"] = np.frombuffer(keys, "V32")
-        records["parent"] = np.frombuffer(parents, "V32")
-        records["flags"] = flags
-        # As plain bytes: field by field, a copy costs several times as much.
-        raw, generations = records.view(_RAW), records["generation"]
+        names, before = np.frombuffer(keys, "V32"), np.frombuffer(parents, "V32")
         for ordinal, here, where in self._by_chunk(slots):
             for chunk in self.rows[ordinal]:
-                generations[here] = chunk.headers["generation"][where] + np.uint32(1)
-                chunk.headers.view(_RAW)[where] = raw[here]
+                headers = chunk.headers
+                headers["state"][where] = layout.WRITING
+                headers["generation"][where] += np.uint32(1)
+                headers["key"][where] = names[here]
+                headers["parent"][where] = before[here]
+                headers["flags"][where] = flags[here]
+                headers["checksum"][where] = 0
 
     def committed(self, slots: Slots) -> None:
         self._set_state(slots, layout.COMMITTED)
