@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tier_harness import running
 from typer.testing import CliRunner
 
 from tierd.bench.control import Load, as_table, measure
+from tierd.bench.plots import documents
 from tierd.bench.wire_rank import connect
 from tierd.cli.main import app
 from tierd.wire.limits import KEY_BYTES
@@ -28,6 +30,8 @@ def test_pages_are_taken_in_and_lookups_answered_under_a_load(tmp_path: Path) ->
     assert result.lookup_p50_us <= result.lookup_p99_us <= result.lookup_max_us
     assert result.control_cores > 0
     assert as_table([result]).row_count == 1
+    drawn = documents.picture(json.dumps([dataclasses.asdict(result)]).encode(), "it")
+    assert drawn.command == "control"
 
 
 def test_a_backup_is_kept_whole_and_can_be_looked_up(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drawings import texts
 from tierd_client.bench.copy import GPU, HOST, cases
 from tierd_client.bench.models import DEEPSEEK_V3, GPT_OSS_20B, QWEN3_8B, QWEN3_NEXT, DeviceMemory
 
@@ -45,9 +47,11 @@ def lines(table: Any) -> list[list[str]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def tierd(*arguments: str) -> subprocess.CompletedProcess[str]:
+def tierd(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tierd", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=500, check=False
+    )
 
 
 def test_rates_are_fractions_of_the_contiguous_copies_side_by_side() -> None:
@@ -125,7 +129,7 @@ def test_memory_is_one_allocation_a_pool_or_one_a_layer(model: Any) -> None:
             assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
-def test_a_miniature_runs_without_a_gpu() -> None:
+def test_a_miniature_runs_without_a_gpu_and_can_be_drawn(tmp_path: Path) -> None:
     arguments = ["bench", "copy", "--device", "host", "--quick", "--rounds", "1"]
     done = tierd(*arguments, "--tokens", "2048", "--json")
     assert done.returncode == 0, done.stderr
@@ -141,6 +145,15 @@ def test_a_miniature_runs_without_a_gpu() -> None:
         assert len(row["landed_s"]) == 36
         assert row["landed_s"] == sorted(row["landed_s"])
         assert row["landed_s"][-1] <= row["verdict_s"]
+
+    drawn = tierd("bench", "plot", "-", "-o", str(tmp_path / "copy.svg"), stdin=done.stdout)
+    assert drawn.returncode == 0, drawn.stderr
+    said = texts(tmp_path / "copy.svg")
+    # Two legends name the two ways in which memory is allocated, one for rates and one for layers.
+    assert said.count("one allocation (arena)") == said.count("one a layer (stock)") == 2
+    kinds = {"64-token pages, shuffled", "1-token pages, runs of 64", "1-token pages, shuffled"}
+    assert kinds <= set(said)
+    assert "Qwen3-8B, 64-token pages: 128 tokens, 19 MB" in said
 
 
 @pytest.mark.skipif(bool(visible_gpus()), reason="there is a GPU")

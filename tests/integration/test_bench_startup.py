@@ -6,7 +6,9 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+from drawings import texts
 from rich.console import Console
 
 from tierd.bench.startup import Start, as_table, milestones, rate
@@ -14,7 +16,7 @@ from tierd.bench.startup import Start, as_table, milestones, rate
 GIB = 1 << 30
 
 
-def test_a_daemon_is_started_pinned_and_killed() -> None:
+def test_a_daemon_is_started_pinned_and_killed_and_that_can_be_drawn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tierd", "bench", "startup", "--devices", "host:2"]
     command += ["--memory", "256MiB", "--threads", "2", "--hugepages", "off", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
@@ -24,6 +26,12 @@ def test_a_daemon_is_started_pinned_and_killed() -> None:
     assert start["by_page"] == {"4096": 256 << 20}
     assert 0 < start["ready_s"] <= start["all_pinned_s"]
     assert start["gone_s"] > 0
+
+    command = [sys.executable, "-m", "tierd", "bench", "plot", "-", "-o", str(tmp_path / "it.svg")]
+    subprocess.run(command, input=done.stdout, text=True, timeout=500, check=True)
+    said = texts(tmp_path / "it.svg")
+    assert "tierd bench startup: 256.0 MiB of host memory, 2 devices" in said
+    assert {"2 threads", "no process is left"} <= set(said)
 
 
 def test_what_makes_no_sense_is_said_before_anything_starts() -> None:

@@ -1,6 +1,6 @@
 """`tierd bench`: measurements. `eviction` replays traces, `scheduler` drives SGLang's own tree,
-`startup` starts daemons and kills them, `control` loads one, `soak` works for minutes on end, and
-those of copies are in `bench_gpu`."""
+`startup` starts daemons and kills them, `control` loads one, `soak` works for minutes on end,
+those of copies are in `bench_gpu`, and `plot` draws what they found."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from tierd.bench.workloads import KINDS
 from tierd.cli import bench_gpu
 from tierd.cli.bench_control import EPILOG as CONTROL_EPILOG
 from tierd.cli.bench_control import control
+from tierd.cli.bench_plot import EPILOG as PLOT_EPILOG
+from tierd.cli.bench_plot import plot
 from tierd.cli.bench_soak import EPILOG as SOAK_EPILOG
 from tierd.cli.bench_soak import soak
 from tierd.cli.bench_startup import EPILOG as STARTUP_EPILOG
@@ -47,6 +49,7 @@ Examples:
 - `tierd bench control`: pages a second, and what a lookup waits meanwhile
 - `tierd bench copy`, `tierd bench interference`: what the copies reach, and what they cost a GPU
 - `tierd bench soak --minutes 60`: whether anything grows while it works
+- `tierd bench plot copy.json`: a picture of what one of them printed with `--json`
 """
 
 EVICTION_EPILOG = """
@@ -101,6 +104,7 @@ app.command(epilog=bench_gpu.INTERFERENCE_EPILOG)(bench_gpu.interference)
 app.command(epilog=STARTUP_EPILOG)(startup)
 app.command(epilog=SOAK_EPILOG)(soak)
 app.command(epilog=CONTROL_EPILOG)(control)
+app.command(epilog=PLOT_EPILOG)(plot)
 
 
 @app.command(epilog=EVICTION_EPILOG)

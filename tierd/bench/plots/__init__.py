@@ -1,0 +1,1 @@
+"""`tierd bench plot`: what other measurements printed with `--json`, as pictures."""
