@@ -32,8 +32,9 @@ FINISH = "finish, a request"
 FINISH_WITHOUT = "finish, a request, no-op linker on tierd's tree"
 """In turns with the steps that tierd serves. Two trees differ by more than a linker costs: by where
 in memory all that they hold happens to lie."""
-WARM_UP_STEPS = 4
-"""Two fill the device, which then evicts; four fill HiCache's host pool."""
+WARM_UP_STEPS = 8
+"""Two fill the device, which then evicts; four fill HiCache's host pool; after eight a flush finds
+the process with all the memory that it takes."""
 IDLE_CALLS = 200
 MATCHES = 20
 LOADED_MATCHES = 1000
