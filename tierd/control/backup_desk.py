@@ -171,9 +171,12 @@ class BackupDesk:
             if session.inbox:
                 self._note(session, now)
                 return True
+        begun = group.placing is None and (
+            self._begin_heal(group, now) or self._begin_next(group, now)
+        )
         if group.placing is None:
-            return self._begin_heal(group, now) or self._begin_next(group, now)
-        return not self._is_full(group) and self._place(group, group.placing, now)
+            return begun
+        return (not self._is_full(group) and self._place(group, group.placing, now)) or begun
 
     def _begin_next(self, group: Group, now: float) -> bool:
         """Begin with the next backup that every rank has reported, or shed it."""

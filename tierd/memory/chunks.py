@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import mmap
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -173,13 +174,13 @@ class ChunkRows:
         """Ascending slots chunk by chunk: its row, which of them it has, and where in it. A run
         of slots is a slice, which costs a fraction."""
         size = self._host.chunk_slots
-        at = 0
-        while at < len(slots):
-            first = int(slots[at])
+        numbers, at = slots.tolist(), 0
+        while at < len(numbers):
+            first = numbers[at]
             ordinal = first // size
-            end = int(slots.searchsorted((ordinal + 1) * size))
+            end = bisect_left(numbers, (ordinal + 1) * size, at)
             here = slice(at, end)
-            start, run = first - ordinal * size, int(slots[end - 1]) - first == end - 1 - at
+            start, run = first - ordinal * size, numbers[end - 1] - first == end - 1 - at
             yield ordinal, here, slice(start, start + end - at) if run else slots[here] % size
             at = end
 
