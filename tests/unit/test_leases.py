@@ -224,6 +224,16 @@ def test_a_load_turns_a_lease_into_pins_until_every_rank_has_retired() -> None:
     assert (pool.held, group.leases.restoring) == (0, 0)
 
 
+def test_what_a_step_loads_is_used_once_however_many_ranks_load_it() -> None:
+    pool = make_pool(16, a=4, b=4)
+    group = Group(pool)
+    group.pin(1, {"r": chain("a", 4)})
+    assert pool.policy.recency(slice(None)) == 101
+    group.leases.note_load(1, 200)
+    group.leases.note_load(2, 300)
+    assert pool.policy.recency(slice(None)) == 101
+
+
 def test_a_load_without_a_lease_is_served_if_its_pages_are_here() -> None:
     pool = make_pool(16, a=4)
     pins = Group(pool).pin(1, {"r": chain("a", 4)})

@@ -130,7 +130,7 @@ class Sequencer:
             return None
         seq = self._order[0]
         reported = self._reported[seq]
-        complete = self._ranks == set(reported.offers)
+        complete = reported.offers.keys() == self._ranks
         if not complete and now - reported.first < self._timeout_s:
             return None
         offers = {rank: offer for rank, offer in reported.offers.items() if offer is not None}

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from tierd.copier.backend import Attachment, Backend, BackendError, Chunk, SharedMemory
-from tierd.copier.operations import NO_OPS, U64, Records
+from tierd.copier.operations import I64, NO_OPS, U64, Records
 from tierd.copier.plan import Batch, Direction, PlanError, PoolPlan, layer_groups
 from tierd.copier.verify import Bad, Places
 from tierd.wire import layout
@@ -109,10 +109,7 @@ class Job:
         work: list[tuple[PoolPlan, Records]] = []
         for pool, mine in parts.items():
             plan = session.plans[pool]
-            firsts = np.frombuffer(b"".join([part.ring for _, part in mine]), "<i8")
-            numbers = np.frombuffer(b"".join([part.chunks for _, part in mine]), "<u8")
-            slots = np.frombuffer(b"".join([part.slots for _, part in mine]), "<u4")
-            slots = slots.astype(np.uint64)
+            firsts, numbers, slots = _columns([part for _, part in mine])
             ids, addresses = _chunk_addresses(numbers, plan.host, chunks)
             work.append((plan, plan.runs(plan.pages(ring, firsts), addresses, slots)))
             at = 0
@@ -204,6 +201,15 @@ def _host(pool: PoolSpec, placed: HostPool) -> HostLayout:
             f"`block_slots` {placed.block_slots}"
         )
     return placed_layout([buffer.row_bytes for buffer in pool.buffers], placed)
+
+
+def _columns(parts: Sequence[CopyPart]) -> tuple[I64, U64, U64]:
+    """Of all pages of some parts: where each begins in the ring, its chunk, its slot there. Shapes:
+    (pages,)."""
+    firsts = np.frombuffer(b"".join([part.ring for part in parts]), "<i8")
+    chunks = np.frombuffer(b"".join([part.chunks for part in parts]), "<u8")
+    slots = np.frombuffer(b"".join([part.slots for part in parts]), "<u4")
+    return firsts, chunks, slots.astype(np.uint64)
 
 
 def _chunk_addresses(
