@@ -84,7 +84,7 @@ class Job:
         message = self.message
         tickets = [message.ticket] if isinstance(message, RestoreJob) else message.tickets
         ready = self.session.segment.ready
-        return all((ready[t % layout.TICKETS] == t).all() for t in tickets)
+        return all(ready[t % layout.TICKETS].tolist() == [t, t] for t in tickets)
 
     def wanted(self) -> bool:
         """Whether the rank's fence still stands where it stood when it asked."""
