@@ -171,12 +171,16 @@ class BackupDesk:
             if session.inbox:
                 self._note(session, now)
                 return True
-        begun = group.placing is None and (
-            self._begin_heal(group, now) or self._begin_next(group, now)
-        )
-        if group.placing is None:
-            return begun
-        return (not self._is_full(group) and self._place(group, group.placing, now)) or begun
+        if group.placing is not None:
+            objection = self._objection(group, group.placing.offers)
+            if objection is not None:
+                self._give_up_placing(group, group.placing, objection)
+                return True
+            return not self._is_full(group) and self._place(group, group.placing, now)
+        begun = self._begin_heal(group, now) or self._begin_next(group, now)
+        if group.placing is not None and not self._is_full(group):
+            self._place(group, group.placing, now)
+        return begun
 
     def _begin_next(self, group: Group, now: float) -> bool:
         """Begin with the next backup that every rank has reported, or shed it."""
@@ -202,12 +206,7 @@ class BackupDesk:
 
     def _place(self, group: Group, placing: Placing, now: float) -> bool:
         """Give slots to a few more pages. False: there is no room for them yet."""
-        placement = placing.placement
-        objection = self._objection(group, placing.offers)
-        if objection is not None:
-            self._give_up_placing(group, placing, objection)
-            return True
-        piece = None
+        placement, piece = placing.placement, None
         if not placement.done:
             number, _ = placement.next
             try:
