@@ -63,6 +63,8 @@ class CudaBackend:
         self._attributes = np.zeros(1, records.ATTRIBUTES)
         self._attributes["access_order"] = records.STREAM_ORDER
         self._first = np.zeros(1, np.uint64)
+        self._attributes_at = ctypes.c_void_p(self._attributes.ctypes.data)
+        self._first_at = ctypes.c_void_p(self._first.ctypes.data)
         bus = bytes(_call("cuDeviceGetPCIBusId", 32, self._device)).split(b"\0")[0].decode()
         self._node, node = _usable_node(bus)
         after = _used_bytes(device)
@@ -134,8 +136,8 @@ class CudaBackend:
                     ctypes.c_void_p(source.ctypes.data),
                     ctypes.c_void_p(width.ctypes.data),
                     ctypes.c_size_t(len(width)),
-                    ctypes.c_void_p(self._attributes.ctypes.data),
-                    ctypes.c_void_p(self._first.ctypes.data),
+                    self._attributes_at,
+                    self._first_at,
                     ctypes.c_size_t(1),
                     stream,
                 ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tierd_client.sglang.tree_pools import EngineShape
 
-STEPS = {1: 8, 8: 4, 64: 6}
+STEPS = {1: 8, 8: 4, 64: 4}
 """By how many requests finish in a step: steps a round."""
 MATCH_PAGES = (100, 1000)
 """Lengths of the prompts that are looked up."""
