@@ -16,6 +16,7 @@ from tierd_client import DeviceBuffer, DevicePool, PoolPages, TierClient
 NODE = 16
 """Pages of a backup."""
 PATIENCE_S = 30.0
+CONTIGUOUS_BYTES, CONTIGUOUS_COPIES = 1 << 30, 4
 PAGE_BYTES = 2 * LAYERS * TOKENS * ROW_BYTES
 
 
@@ -48,6 +49,25 @@ class GroupRank:
             world_size=world_size,
         )
         self._slots = torch.arange(2 * pages * TOKENS, device=self._device)
+
+    def pin(self) -> None:
+        """Prepare `contiguous`."""
+        on_gpu = torch.cuda.is_available()
+        self._host = torch.empty(CONTIGUOUS_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        self._block = torch.zeros(CONTIGUOUS_BYTES, dtype=torch.uint8, device=self._device)
+        self._host.copy_(self._block)
+
+    def contiguous_to_host(self) -> None:
+        """What the link carries at best: one block of memory, CONTIGUOUS_COPIES times."""
+        for _ in range(CONTIGUOUS_COPIES):
+            self._host.copy_(self._block, non_blocking=True)
+        self._synchronize()
+
+    def contiguous_to_device(self) -> None:
+        """The same, the other way."""
+        for _ in range(CONTIGUOUS_COPIES):
+            self._block.copy_(self._host, non_blocking=True)
+        self._synchronize()
 
     def connect(self) -> None:
         """Wait until the daemon has all ranks and this one's watchdog is up."""
