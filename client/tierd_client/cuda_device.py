@@ -33,14 +33,6 @@ _HANDLE_BYTES = 64
 _GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _WRITE_AFTER_BARRIER = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
 
-_WORD = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-_STREAM_CALLS = {
-    "cuMemcpyDtoHAsync_v2": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
-    "cuStreamWriteValue32_v2": _WORD,
-    "cuStreamWaitValue32_v2": _WORD,
-}
-"""What the scheduler's thread calls all the time, with its arguments."""
-
 _NOT_EXPORTABLE = (
     "the KV buffer at {address:#x} cannot be exported through CUDA IPC: its memory was not made by "
     "cudaMalloc. Start the engine without what replaces it: unset "
@@ -77,7 +69,6 @@ class CudaDevice:
         self._name = (
             f"GPU-{uuid.UUID(bytes=bytes(_call(driver.cuDeviceGetUuid, self._device).bytes))}"
         )
-        self._driver = _stream_calls()
         self._segment: Segment | None = None
         self._memory: mmap.mmap | None = None
         self._host = 0
@@ -154,7 +145,7 @@ class CudaDevice:
                 source = tensor.data_ptr()
                 for at, first, length in ring_pieces(position, count, len(target)):
                     place, piece = start + at * 8, source + first * 8
-                    _enqueue(self._driver.cuMemcpyDtoHAsync_v2, place, piece, length * 8, stream)
+                    _call(driver.cuMemcpyDtoHAsync, place, piece, length * 8, stream)
             else:
                 # In place before the call that marks them ready can be made.
                 store_slots(target, position, tensor)
@@ -167,15 +158,13 @@ class CudaDevice:
         # Two words, because two streams that write one would release it at the first.
         for word, stream in enumerate((current, forward)):
             address = self._words + segment.ready_offset(ticket, word)
-            write = self._driver.cuStreamWriteValue32_v2
-            _enqueue(write, stream, address, ticket, _WRITE_AFTER_BARRIER)
+            _call(driver.cuStreamWriteValue32, stream, address, ticket, _WRITE_AFTER_BARRIER)
 
     def wait_layer(
         self, entry: int, layer: int, generation: int, give_up: Callable[[], bool]
     ) -> None:
         address = self._words + self._adopted().layer_offset(entry, layer)
-        wait = self._driver.cuStreamWaitValue32_v2
-        _enqueue(wait, self._stream(), address, generation, _GEQ)
+        _call(driver.cuStreamWaitValue32, self._stream(), address, generation, _GEQ)
 
     def release_segment(self) -> None:
         if self._segment is None:
@@ -221,29 +210,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     """
     status, *results = function(*args)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise _failure(function, status)
+        _, name = driver.cuGetErrorName(status)
+        _, text = driver.cuGetErrorString(status)
+        words = f"{(name or b'?').decode()}: {(text or b'').decode()}"
+        raise CudaError(f"{getattr(function, '__name__', function)} failed, {words}")
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _stream_calls() -> ctypes.CDLL:
-    """The driver, whose _STREAM_CALLS take numbers as they are: cuda-bindings makes objects of
-    them, which takes several times as long as the call."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _STREAM_CALLS.items():
-        call = getattr(library, name)
-        call.argtypes, call.restype = arguments, ctypes.c_int
-    return library
-
-
-def _enqueue(function: Callable[..., int], *args: int) -> None:
-    """Make one of _STREAM_CALLS. Raises: CudaError."""
-    code = function(*args)
-    if code:
-        raise _failure(function, driver.CUresult(code))
-
-
-def _failure(function: Callable[..., Any], status: Any) -> CudaError:
-    _, name = driver.cuGetErrorName(status)
-    _, text = driver.cuGetErrorString(status)
-    words = f"{(name or b'?').decode()}: {(text or b'').decode()}"
-    return CudaError(f"{getattr(function, '__name__', function)} failed, {words}")
