@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.channel import Channel, ChannelClosed
+from tierd.copier.backend import Marker
 from tierd.copier.host import HostBackend
+from tierd.copier.plan import Batch, Direction
 from tierd.copier.worker import Pace, Worker
 from tierd.wire import codec, layout
 from tierd.wire.messages import (
@@ -38,16 +40,31 @@ READY_TIMEOUT_S = 2.0
 PATIENCE_S = 120.0
 
 
+class Device(HostBackend):
+    """One whose copies retire when the test lets them."""
+
+    held = False
+    submitted = 0
+
+    def submit(self, direction: Direction, batch: Batch) -> None:
+        self.submitted += 1
+        super().submit(direction, batch)
+
+    def retired(self, marker: Marker) -> bool:
+        return not self.held and super().retired(marker)
+
+
 class Bench:
     """A worker in this process, with a clock that stands still until it is moved."""
 
     def __init__(self, max_bytes_per_s: float | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.now = 0.0
+        self.device = Device()
         self.channel = Channel(ours, codec.FROM_COPIER)
         self.worker = Worker(
             Channel(theirs, codec.TO_COPIER),
-            HostBackend(),
+            self.device,
             "host:0",
             ready_timeout_s=READY_TIMEOUT_S,
             max_bytes_per_s=max_bytes_per_s,
@@ -166,6 +183,26 @@ def test_what_two_jobs_share_of_the_time_counts_once(bench: Bench) -> None:
     done = [m for m in bench.heard() if isinstance(m, JobDone)]
     assert [m.ok for m in done] == [True, True]
     assert sum(m.seconds for m in done) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["backup", "restore"])
+def test_the_next_job_is_planned_while_the_wire_is_busy(bench: Bench, kind: str) -> None:
+    rank, direction = bench.rank, Direction[kind.upper()]
+    bench.device.held = True
+    for number in range(5):
+        if kind == "backup":
+            bench.channel.send(rank.backup(number, [number], [number]))
+        else:
+            bench.channel.send(rank.restore(number, [number], [number], entry=number))
+    bench.settle()
+    assert bench.device.submitted == 2
+    assert rank.segment.consumed[direction] == 3 * PAGE_TOKENS, "a third one's ring has been read"
+    rank.segment.fence[0] += 1
+    bench.device.held = False
+    bench.settle()
+    done = [message for message in bench.heard() if isinstance(message, JobDone)]
+    assert [message.ok for message in done] == [False] * 5, "planned is not yet wanted"
+    assert bench.device.submitted == 2
 
 
 def test_a_job_of_several_parts_of_a_pool_copies_each_page_to_its_slot(bench: Bench) -> None:

@@ -51,9 +51,9 @@ PIECE_ROWS = 4096
 """What is submitted at a time: one to three milliseconds of work, so that a restore never waits
 long behind a backup and little is on the wire when a process has to go."""
 FIRST_PIECE_BYTES = 8 << 20
-"""A job's first piece; each may be twice the one before. A call that takes many rows has its first
-byte on the wire late: this much is submitted while the wire would stand still, and is on it for as
-long as it takes to prepare the next."""
+"""The first piece of a job that finds the wire idle; each may be twice the one before. A call that
+takes many rows has its first byte on the wire late: this much is submitted while the wire would
+stand still, and is on it for as long as it takes to prepare the next."""
 
 MOST_GROUPS = 8
 GROUP_BYTES = 4 << 20

@@ -90,8 +90,10 @@ class Job:
         """Whether the rank's fence still stands where it stood when it asked."""
         return int(self.session.segment.fence[0]) == self.message.fence
 
-    def start(self, chunks: Mapping[int, Chunk], now_s: float) -> None:
+    def start(self, chunks: Mapping[int, Chunk], now_s: float, *, idle: bool) -> None:
         """Read the ring, check every page and slot, and prepare the first piece.
+
+        Args: `idle`: the wire stands still meanwhile, so that the first pieces are short.
 
         Raises: PlanError: the job names a pool, a page, a chunk or a slot that is not there.
         """
@@ -121,9 +123,9 @@ class Job:
             self.nbytes += len(slots) * plan.host.slot_bytes
         self.chunks = frozenset(used)
         if self.direction is Direction.BACKUP:
-            self._pieces = _backup_pieces(work)
+            self._pieces = _backup_pieces(work, idle)
         else:
-            self._pieces = _restore_pieces(work, session.layers, self.nbytes)
+            self._pieces = _restore_pieces(work, session.layers, self.nbytes, idle)
         self.started = True
         self.proceed()
 
@@ -235,8 +237,8 @@ def _chunk_addresses(
     return set(addresses), each.repeat([last - before for before, last in pairwise(edges)])
 
 
-def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
-    begins = True
+def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]], idle: bool) -> Iterator[Piece]:
+    begins = idle
     for plan, runs in work:
         group = plan.group(0, plan.layers)
         for some in plan.cut(group, runs, begins=begins):
@@ -245,7 +247,7 @@ def _backup_pieces(work: Sequence[tuple[PoolPlan, Records]]) -> Iterator[Piece]:
 
 
 def _restore_pieces(
-    work: Sequence[tuple[PoolPlan, Records]], layers: int, nbytes: int
+    work: Sequence[tuple[PoolPlan, Records]], layers: int, nbytes: int, idle: bool
 ) -> Iterator[Piece]:
     """Layer group by layer group; the last piece of a group completes its layers."""
     for first, end in layer_groups(work, layers, nbytes):
@@ -253,7 +255,7 @@ def _restore_pieces(
             (plan, group, some)
             for plan, runs in work
             for group in [plan.group(first, end)]
-            for some in plan.cut(group, runs, begins=not first)
+            for some in plan.cut(group, runs, begins=idle and not first)
         ]
         for left, (plan, group, some) in enumerate(parts, 1 - len(parts)):
             batch = plan.batch(group, some, Direction.RESTORE)

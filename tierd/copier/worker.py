@@ -267,9 +267,10 @@ class Worker:
     # --- copies -------------------------------------------------------------------------------
 
     def _submit(self, lane: _Lane) -> bool:
-        """Submit one piece, or end one job that cannot have any. False: nothing to do now."""
+        """Submit one piece, end one job that cannot have any, or have the next one ready. False:
+        nothing to do now."""
         if len(lane.wire) >= IN_FLIGHT:
-            return False
+            return self._prepare(lane)
         if lane.cap is not None and not lane.cap.allows(self._clock()):
             return False
         for _ in range(len(lane.turns)):
@@ -280,10 +281,21 @@ class Worker:
                 return True
         return False
 
+    def _prepare(self, lane: _Lane) -> bool:
+        """Plan a job while the wire is busy, so that it need not stand still for that later. False:
+        there is none that could begin."""
+        for number in lane.turns:
+            queue = self._sessions[number].waiting[lane.direction]
+            if queue and not queue[0].started and not queue[0].error:
+                self._start(lane, queue[0])
+                if queue[0].started:
+                    return True
+        return False
+
     def _advance(self, lane: _Lane, queue: deque[Job]) -> bool:
         job = queue[0]
         if not job.started and not job.error:
-            self._start(job)
+            self._start(lane, job)
         if job.upcoming is not None:
             if job.wanted():
                 self._submit_piece(lane, job, job.upcoming)
@@ -314,7 +326,7 @@ class Worker:
         if not job.error:
             job.proceed()
 
-    def _start(self, job: Job) -> None:
+    def _start(self, lane: _Lane, job: Job) -> None:
         """Let a job begin if its token slots are there, or fail it."""
         try:
             if not job.indices_ready():
@@ -325,7 +337,7 @@ class Worker:
                 )
             if not job.wanted():
                 raise PlanError(_UNWANTED)
-            job.start(self._pinner.chunks, self._clock())
+            job.start(self._pinner.chunks, self._clock(), idle=not lane.wire)
         except PlanError as failure:
             job.fail(str(failure))
             return
