@@ -279,15 +279,31 @@ def a_lookup(**changes: Any) -> messages.Lookup:
     return msgspec.structs.replace(message, **changes)
 
 
+def a_restore(names: bytes, generation: int, pool: int, entry: int = 0) -> messages.Restore:
+    pages = len(names) // limits.KEY_BYTES
+    return messages.Restore(
+        epoch="",
+        number=generation,
+        entry=entry,
+        generation=generation,
+        ticket=1,
+        fence=0,
+        items=[messages.RestoreItem("r", [Part(pool, pages, 0)])],
+        keys=names,
+    )
+
+
 def test_a_stranger_is_told_to_register(guest: Guest) -> None:
     guest.open(b"0123456789abcdef")
     assert "register on the lifeline" in guest.error(messages.Reset(epoch="", next_seq=0))
 
 
-@pytest.mark.parametrize("what", [messages.Cancel(rid="r"), a_lookup()], ids=["cancel", "lookup"])
-def test_nothing_is_looked_up_for_a_stranger(
-    guest: Guest, what: messages.Lookup | messages.Cancel
-) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [messages.Cancel(rid="r"), a_lookup(), a_restore(bytes(limits.KEY_BYTES), 1, 0)],
+    ids=["cancel", "lookup", "restore"],
+)
+def test_there_is_nothing_for_a_stranger(guest: Guest, what: messages.FromRank) -> None:
     guest.channel.send(what)
     answer = guest.answer()
     assert isinstance(answer, messages.Refused)
@@ -442,12 +458,17 @@ def test_a_restore_to_pages_out_of_range_fails_with_a_verdict(guest: Guest) -> N
     assert restored(guest, names, generation=2)
 
 
-def test_a_restore_that_makes_no_sense_still_gets_a_verdict(guest: Guest) -> None:
+@pytest.mark.parametrize("lifeline", [False, True], ids=["hot path", "lifeline"])
+def test_a_restore_that_makes_no_sense_still_gets_a_verdict(guest: Guest, lifeline: bool) -> None:
     guest.enter()
-    assert not restored(guest, b"".join(keys("x", 2)), generation=1, pool=5)
-    answer = guest.hear()
+    names = b"".join(keys("x", 2))
+    assert not restored(guest, names, generation=1, pool=5, lifeline=lifeline)
+    answer = guest.answer() if lifeline else guest.hear()
     assert isinstance(answer, messages.Error)
     assert "`pool` 5" in answer.reason
+    assert guest.kept(guest.flush(1, 2, keys=names))
+    guest.segment.restore_ring[:2] = [3, 4]
+    assert restored(guest, names, generation=2, lifeline=lifeline)
 
 
 def test_a_restore_to_an_entry_that_is_not_there_is_answered(guest: Guest) -> None:
@@ -456,25 +477,17 @@ def test_a_restore_to_an_entry_that_is_not_there_is_answered(guest: Guest) -> No
     assert "`entry` 99" in guest.error(message)
 
 
-def a_restore(names: bytes, generation: int, pool: int, entry: int = 0) -> messages.Restore:
-    pages = len(names) // limits.KEY_BYTES
-    return messages.Restore(
-        epoch="",
-        number=generation,
-        entry=entry,
-        generation=generation,
-        ticket=1,
-        fence=0,
-        items=[messages.RestoreItem("r", [Part(pool, pages, 0)])],
-        keys=names,
-    )
-
-
-def restored(guest: Guest, names: bytes, *, generation: int, pool: int = 0) -> bool:
+def restored(
+    guest: Guest, names: bytes, *, generation: int, pool: int = 0, lifeline: bool = False
+) -> bool:
     """Ask for a restore into the pages that the ring names; its verdict."""
     guest.segment.awaited[0] = generation
     guest.segment.ready[1] = 1
-    guest.say(raw(a_restore(names, generation, pool)))
+    message = a_restore(names, generation, pool)
+    if lifeline:
+        guest.channel.send(message)
+    else:
+        guest.say(raw(message))
     eventually(lambda: guest.segment.get_verdict(0, generation), "the verdict")
     assert (guest.segment.layers[0, 0]) == generation, "whoever waits for a layer goes on"
     return guest.segment.get_verdict(0, generation) == 1
