@@ -234,7 +234,10 @@ class Link:
         Raises: ProtocolError: it is too large.
         """
         self._reply = None
-        return self._say(lookup, 0)
+        try:
+            return self._say(lookup, 0)
+        except ChannelClosed:
+            return True  # whoever waits for the answer finds out
 
     def reply(self, lookup: messages.Lookup) -> messages.LookupReply | None:
         """The answer, if it has come: to this one, not to one that was given up."""
@@ -243,31 +246,37 @@ class Link:
 
     def cancel(self, rid: str) -> None:
         """Tell the daemon that a request will not load, unless it does not read."""
-        self._say(messages.Cancel(rid=rid), UNSENT_BYTES)
+        with contextlib.suppress(ChannelClosed):  # its leases have ended with it
+            self._say(messages.Cancel(rid=rid), UNSENT_BYTES)
 
     def restore(self, restore: messages.Restore) -> bool:
         """Ask for pages, on the quicker way that takes it. False: there is no daemon, or it has not
-        read all that it was sent before.
+        read all that it was sent before: nobody will write to the pages.
 
         Raises: ProtocolError: it is too large.
         """
-        if len(restore.keys) <= QUICK_KEYS_BYTES and self._say(restore, 0):
-            return True
+        if self._lifeline is None or self._lifeline.closed:
+            return False
+        try:
+            if len(restore.keys) <= QUICK_KEYS_BYTES and self._say(restore, 0):
+                return True
+        except ChannelClosed:
+            return False
         return self.send(restore)
 
     def _say(self, message: messages.FromRank, most_unsent: int) -> bool:
-        """Say something on the lifeline, behind so much that is still unsent at most."""
+        """Say something on the lifeline, behind so much that is still unsent at most.
+
+        Raises: ChannelClosed: the daemon is gone, which `poll` finds out, too.
+        """
         lifeline = self._lifeline
         if lifeline is None or self.state is not LinkState.UP:
             return False
-        try:
-            if lifeline.wants_write:
-                lifeline.flush()
-            if lifeline.queued > most_unsent:
-                return False
-            lifeline.send(message)
-        except ChannelClosed:
-            pass  # whoever looks at the lifeline next finds out
+        if lifeline.wants_write:
+            lifeline.flush()
+        if lifeline.queued > most_unsent:
+            return False
+        lifeline.send(message)
         return True
 
     def send(self, message: messages.Message) -> bool:

@@ -139,6 +139,18 @@ def test_a_restore_takes_the_way_that_has_room_for_all_of_it(ends: Ends, tmp_pat
         assert heard() == small, "nothing waits behind what the daemon does not read"
 
 
+def test_a_restore_that_nobody_can_be_asked_for_has_failed_at_once(ends: Ends) -> None:
+    link, daemon = ends
+    daemon.close()
+    assert link.state is LinkState.UP, "nobody has looked yet"
+    assert not link.restore(restore(1))
+    assert not link.restore(restore(100_000))
+    assert link.ask(lookup(1)), "whose answer does not come"
+    link.cancel("r")
+    assert link.poll(0.0)
+    assert link.state is LinkState.DOWN
+
+
 def test_cancels_that_the_daemon_does_not_read_are_bounded(ends: Ends) -> None:
     link, daemon = ends
     name = "r" * limits.MAX_NAME
